@@ -1,0 +1,229 @@
+"""The rules' arithmetic on a tile, written once for every kernel: Triton, its interpreter, and Gluon.
+
+A tile function takes float32 tiles of any shape and layout and returns the updated ones:
+
+    w, m0, m1, m2 = tile(w, g, g2, m0, m1, m2, s)
+
+with the weight after decay, the gradient after `prepare`, the squared gradient (or its mean over a block), the rule's
+moments in the order of `Rule.moments` (moments a rule does not have are passed through), and `s`, the rule's own
+scalars in the order of `Rule.scalar_names`. Each is the formula of the rule of that name in `lightning_memopt.rules`.
+A kernel calls, in this order: `scalars` once, then per tile `finite`, `prepare`, the tile function, `random_bits` and
+`round_bf16`.
+
+Gluon kernels call these functions as they are: Triton compiles a called function in the caller's dialect.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from lightning_memopt.kernels.rounding import GOLDEN, MUL1, MUL2
+from lightning_memopt.rules.base import COMMON_SCALARS
+
+# Constants of `kernels.rounding.bits`.
+_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
+_COMMON = tl.constexpr(len(COMMON_SCALARS))
+# The interpreter runs numpy, not PTX.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# ------------------------------------------------------------------------------------------------ shared by all rules
+@triton.jit
+def scalars(row, COUNT: tl.constexpr):
+    """The parameter's row of device scalars as two tuples: the four common ones, and the rule's own `COUNT`."""
+    common = ()
+    for i in tl.static_range(_COMMON):
+        common = common + (tl.load(row + i),)
+    own = ()
+    for i in tl.static_range(COUNT):
+        own = own + (tl.load(row + _COMMON + i),)
+    return common, own
+
+
+@triton.jit
+def finite(g):
+    """Which gradient elements are neither NaN nor infinite; the others must leave weight and state as they are."""
+    return tl.abs(g) < float("inf")
+
+
+@triton.jit
+def prepare(w, g, common):
+    """Scale, clip and couple the raw gradient, decay the weight; returns both (see `lightning_memopt.rules.base`)."""
+    scale, clip, l2, decay = common
+    g = g * scale
+    # A branch that all threads share: most runs use neither, and then it costs nothing per element.
+    if (clip < float("inf")) | (l2 != 0.0):
+        g = tl.minimum(tl.maximum(g, -clip), clip) + l2 * w
+    return w * decay, g
+
+
+@triton.jit
+def random_bits(key, index):
+    """`kernels.rounding.bits`: 32 bits per element; only the low 32 bits of `index` matter."""
+    x = index.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
+    x = (x ^ (x >> 15)) * _MUL1
+    return (x ^ (x >> 13)) * _MUL2
+
+
+@triton.jit
+def high_bits(random):
+    """The 16 bits that round a weight."""
+    return random >> 16
+
+
+@triton.jit
+def low_bits(random):
+    """The 16 bits that round a slow moment."""
+    return random & 0xFFFF
+
+
+@triton.jit
+def round_bf16(x, random16):
+    """float32 to bf16, up with probability equal to the distance: `kernels.rounding.round_stochastic`."""
+    bits = x.to(tl.uint32, bitcast=True) + random16
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x in one instruction, to the last place but one; a full division would be a fifth of the whole update."""
+    if _INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _lerp(m, g, weight):
+    return m + (g - m) * weight
+
+
+# ------------------------------------------------------------------------------------------------------ rule by rule
+@triton.jit
+def adam(w, g, g2, m0, m1, m2, s):
+    """Adam and AdamW: exp_avg, exp_avg_sq."""
+    one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_bias2, eps = s
+    m0 = _lerp(m0, g, one_minus_beta1)
+    m1 = m1 * beta2 + g2 * one_minus_beta2
+    # step m / (sqrt(v) c + eps) with c folded into scalars, which leaves one operation less per element.
+    w -= m0 * (step_size / inv_sqrt_bias2) * reciprocal(tl.sqrt(m1) + eps / inv_sqrt_bias2)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def nadam(w, g, g2, m0, m1, m2, s):
+    """NAdam: exp_avg, exp_avg_sq."""
+    one_minus_beta1, beta2, one_minus_beta2, g_step, m_step, inv_sqrt_bias2, eps = s
+    m0 = _lerp(m0, g, one_minus_beta1)
+    m1 = m1 * beta2 + g2 * one_minus_beta2
+    w -= (g * g_step + m0 * m_step) * reciprocal(tl.sqrt(m1) * inv_sqrt_bias2 + eps)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def radam(w, g, g2, m0, m1, m2, s):
+    """RAdam: exp_avg, exp_avg_sq."""
+    one_minus_beta1, beta2, one_minus_beta2, plain_step, rectified_step, eps = s
+    m0 = _lerp(m0, g, one_minus_beta1)
+    m1 = m1 * beta2 + g2 * one_minus_beta2
+    w -= m0 * (plain_step + rectified_step * reciprocal(tl.sqrt(m1) + eps))
+    return w, m0, m1, m2
+
+
+@triton.jit
+def sgd(w, g, g2, m0, m1, m2, s):
+    """SGD without momentum: no moments."""
+    lr, momentum, nesterov = s
+    return w - lr * g, m0, m1, m2
+
+
+@triton.jit
+def sgd_momentum(w, g, g2, m0, m1, m2, s):
+    """SGD with momentum, Nesterov's or the plain one: momentum_buffer."""
+    lr, momentum, nesterov = s
+    m0 = m0 * momentum + g
+    # nesterov is 0 or 1, so this is m0 or g + momentum m0, exactly.
+    w -= lr * tl.where(nesterov != 0.0, g + momentum * m0, m0)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def rmsprop(w, g, g2, m0, m1, m2, s):
+    """RMSprop: square_avg."""
+    lr, alpha, one_minus_alpha, momentum, eps, centered = s
+    m0 = m0 * alpha + g2 * one_minus_alpha
+    w -= lr * g * reciprocal(tl.sqrt(m0) + eps)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def rmsprop_momentum(w, g, g2, m0, m1, m2, s):
+    """RMSprop with momentum: square_avg, momentum_buffer."""
+    lr, alpha, one_minus_alpha, momentum, eps, centered = s
+    m0 = m0 * alpha + g2 * one_minus_alpha
+    m1 = m1 * momentum + g * reciprocal(tl.sqrt(m0) + eps)
+    return w - lr * m1, m0, m1, m2
+
+
+@triton.jit
+def _deviation(square, mean):
+    # Rounding can leave the variance of a steady gradient below zero.
+    return tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+
+
+@triton.jit
+def rmsprop_centered(w, g, g2, m0, m1, m2, s):
+    """Centred RMSprop: square_avg, grad_avg."""
+    lr, alpha, one_minus_alpha, momentum, eps, centered = s
+    m0 = m0 * alpha + g2 * one_minus_alpha
+    m1 = _lerp(m1, g, one_minus_alpha)
+    w -= lr * g * reciprocal(_deviation(m0, m1) + eps)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def rmsprop_momentum_centered(w, g, g2, m0, m1, m2, s):
+    """Centred RMSprop with momentum: square_avg, momentum_buffer, grad_avg."""
+    lr, alpha, one_minus_alpha, momentum, eps, centered = s
+    m0 = m0 * alpha + g2 * one_minus_alpha
+    m2 = _lerp(m2, g, one_minus_alpha)
+    m1 = m1 * momentum + g * reciprocal(_deviation(m0, m2) + eps)
+    return w - lr * m1, m0, m1, m2
+
+
+@triton.jit
+def adagrad(w, g, g2, m0, m1, m2, s):
+    """Adagrad: sum."""
+    step_size, eps = s
+    m0 += g2
+    w -= step_size * g * reciprocal(tl.sqrt(m0) + eps)
+    return w, m0, m1, m2
+
+
+@triton.jit
+def lion(w, g, g2, m0, m1, m2, s):
+    """Lion: exp_avg."""
+    lr, one_minus_beta1, one_minus_beta2 = s
+    direction = _lerp(m0, g, one_minus_beta1)
+    w -= tl.where(direction > 0, lr, 0.0) - tl.where(direction < 0, lr, 0.0)
+    return w, _lerp(m0, g, one_minus_beta2), m1, m2
+
+
+# What `Rule.tile` names.
+TILES: dict[str, JITFunction] = {
+    function.__name__: function
+    for function in (
+        adam,
+        nadam,
+        radam,
+        sgd,
+        sgd_momentum,
+        rmsprop,
+        rmsprop_momentum,
+        rmsprop_centered,
+        rmsprop_momentum_centered,
+        adagrad,
+        lion,
+    )
+}
