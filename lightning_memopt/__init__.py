@@ -1,0 +1,21 @@
+"""Fused, quantised and sparse training for Lightning: the optimizer step inside the backward pass.
+
+Importing the package registers the strategy ``"forge"`` with ``lightning.pytorch``.
+"""
+
+from lightning_memopt.errors import MemOptError, NonFiniteError, UnsupportedError, UpdateError
+from lightning_memopt.optim import Lion
+from lightning_memopt.strategies import ForgeStrategy, fused_step, register
+
+__version__ = "0.1.0"
+__all__ = [
+    "ForgeStrategy",
+    "Lion",
+    "MemOptError",
+    "NonFiniteError",
+    "UnsupportedError",
+    "UpdateError",
+    "fused_step",
+]
+
+register()

@@ -1,0 +1,67 @@
+"""The scalars of a step for every parameter: computed once on the host, copied once to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels.rounding import rounding_key
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.updater import Slot
+
+# Floats in a parameter's row: the common scalars and the longest rule's, with room to spare. A multiple of 16 bytes.
+ROW = 16
+
+
+class StepScalars:
+    """Learning rates, bias corrections, clip values and rounding keys of one step.
+
+    Rows lie in one float32 table [parameters, ROW] at a fixed address, keys in an int32 vector and non-finite flags in
+    another, so that kernels (and CUDA graphs of them) read whatever the current step put there. On the CPU there are no
+    tables: the reference reads the host's float64 values.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.table: Tensor | None = None
+        self.keys: Tensor | None = None
+        self.nonfinite: Tensor | None = None
+
+    def fill(self, slots: Sequence[Slot], seed: int, step: int, clip: float | None) -> None:
+        """Compute every slot's scalars for the update about to be taken and start their copy to the device.
+
+        Parameters of one group with equal step counts share their scalars, so the arithmetic is done a few times only.
+        """
+        cache: dict[tuple[object, ...], Mapping[str, float]] = {}
+        for slot in slots:
+            key = (id(slot.group), *slot.rule.cache_key(slot.state))
+            if key not in cache:
+                scale = -1.0 if slot.group.get("maximize") else 1.0
+                common = {"scale": scale, "clip": float("inf") if clip is None else clip}
+                common |= slot.rule.common_scalars(slot.group)
+                cache[key] = common | slot.rule.scalars(slot.group, slot.state)
+            slot.scalars = cache[key]
+            slot.key = rounding_key(seed, step, slot.name)
+        if self.device.type == "cuda" and slots:
+            self._upload(slots)
+
+    def _upload(self, slots: Sequence[Slot]) -> None:
+        if self.table is None or len(self.table) < len(slots):
+            self.table = torch.zeros(len(slots), ROW, dtype=torch.float32, device=self.device)
+            self.keys = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
+            self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
+        assert self.keys is not None and self.nonfinite is not None
+        rows, keys = [], []
+        for i, slot in enumerate(slots):
+            values = list(slot.scalars.values())
+            rows.append(values + [0.0] * (ROW - len(values)))
+            keys.append(slot.key - (1 << 32) if slot.key >> 31 else slot.key)  # the same 32 bits as a signed number
+            slot.row, slot.row_key, slot.nonfinite = self.table[i], self.keys[i], self.nonfinite[i]
+        # Pinned memory comes from torch's caching allocator, which waits for the copy before it is used again.
+        self.table[: len(rows)].copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
+        self.keys[: len(keys)].copy_(torch.tensor(keys, dtype=torch.int32).pin_memory(), non_blocking=True)
+        self.nonfinite.zero_()

@@ -1,0 +1,54 @@
+"""Which kernel takes an update: the one place that looks at device, dtype and the user's choice.
+
+``reference``  plain torch on the whole gradient; any device and dtype.
+``two_pass``   dW of a few rows at a time in a small scratch, each slab consumed before the next is formed.
+``fused``      dW tiles consumed in registers; needs a GPU.
+``auto``       the fastest exact one for device, shape and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_memopt.kernels import reference
+from lightning_memopt.kernels.update import Update
+
+Kernel = Literal["auto", "reference", "two_pass", "fused"]
+Factors = tuple[Tensor, Tensor]  # dY [tokens, out], x [tokens, in]
+
+# Elements of a two_pass scratch slab: small enough to stay in cache between the matmul and the update.
+SLAB_ELEMENTS = 1 << 18
+
+
+def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
+    """Take one step on a stored gradient of the weight's shape.
+
+    Returns:
+        False where the gradient was non-finite and nothing was written. Kernels that cannot tell without waiting for
+        the device return True and set ``update.nonfinite``.
+    """
+    return reference.apply_gradient(update, grad)
+
+
+def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: Kernel) -> bool:
+    """Take one step on dW = sum of dYᵀ x over `factors`, plus `grad` if autograd holds a part of the sum.
+
+    Returns:
+        As `apply_gradient`; `two_pass` leaves out only the rows of a slab that held a non-finite value.
+    """
+    rows, columns = update.weight.shape
+    step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
+    dtype = reference.compute_dtype(update.weight)
+    finite = True
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        slab = grad[start:stop].to(dtype, copy=True) if grad is not None else None
+        for dy, x in factors:
+            dw = reference.weight_gradient(dy[:, start:stop], x, dtype)
+            slab = dw if slab is None else slab.add_(dw)
+        assert slab is not None
+        finite &= reference.apply_gradient(update.rows(start, stop), slab)
+    return finite

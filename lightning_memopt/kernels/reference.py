@@ -1,0 +1,62 @@
+"""The update in plain torch: correct on every device and dtype, and what each kernel is tested against."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels.rounding import round_stochastic
+from lightning_memopt.kernels.update import Update
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """Precision of the update's arithmetic: float64 for float64 weights, else float32."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW = dYᵀ x for dY [tokens, out], x [tokens, in], accumulated and returned in `dtype`.
+
+    bf16 and fp16 operands are widened first, so that no bit of the sum is lost to a narrow output.
+    """
+    return dy.to(dtype).t() @ x.to(dtype)
+
+
+@torch.no_grad()
+def apply_gradient(update: Update, grad: Tensor) -> bool:
+    """Take one step on a gradient of the weight's shape.
+
+    Returns:
+        False, with nothing written, if the gradient holds a non-finite value.
+    """
+    weight, scalars, rule = update.weight, update.scalars, update.rule
+    dtype = compute_dtype(weight)
+    g = grad.to(dtype)
+    if not torch.isfinite(g).all():
+        return False
+    if scalars["scale"] != 1.0:
+        g = g * scalars["scale"]
+    if scalars["clip"] != float("inf"):
+        g = g.clamp(-scalars["clip"], scalars["clip"])
+    w = weight.to(dtype)
+    if scalars["l2"]:
+        g = g.add(w, alpha=scalars["l2"])
+    if scalars["decay"] != 1.0:
+        # torch multiplies the stored weight in place as well; for bf16, `w` is already a copy.
+        w.mul_(scalars["decay"])
+    moments = [storage.load(update.state, dtype) for storage in update.storage]
+    g2 = g * g
+    for storage in update.storage:
+        g2 = storage.share(g2)
+    rule.update(w, g, g2, moments, scalars)
+    stochastic = update.rounding == "stochastic"
+    rounder = partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
+    for storage, moment in zip(update.storage, moments, strict=True):
+        storage.save(update.state, moment, rounder)
+    if w is not weight:
+        if weight.dtype == torch.bfloat16 and stochastic:
+            w = round_stochastic(w, update.key, update.offset)
+        weight.copy_(w)
+    return True

@@ -1,0 +1,59 @@
+"""Stochastic rounding of float32 to bf16 by a counter-based hash: reference and the definition kernels follow.
+
+The random bits of element i of a parameter at a step are ``bits(key, i)``, where `key` hashes (seed, step, parameter
+name) and i is the element's index in the full, unsharded parameter. They depend on nothing else: not on launch
+geometry, device, rank or world size.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+# Constants of the "lowbias32" integer mixer (C. Wellons, hash-prospector), and 2^32 / golden ratio.
+GOLDEN, MUL1, MUL2 = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 16)) * MUL1) & _MASK
+    x = ((x ^ (x >> 15)) * MUL2) & _MASK
+    return x ^ (x >> 16)
+
+
+def rounding_key(seed: int, step: int, name: str) -> int:
+    """32-bit key of one parameter's rounding at one step."""
+    return _mix(_mix((seed * GOLDEN + step) & _MASK) ^ zlib.crc32(name.encode()))
+
+
+def bits(key: int, index: Tensor) -> Tensor:
+    """32 pseudo-random bits for each element index, as int64 in [0, 2^32).
+
+    Args:
+        key: `rounding_key` of parameter and step.
+        index: int64, any shape; only its low 32 bits matter.
+    """
+    # int64 products wrap, which leaves the low 32 bits right: all that is kept.
+    x = (index * GOLDEN + key) & _MASK
+    x = ((x ^ (x >> 15)) * MUL1) & _MASK
+    return ((x ^ (x >> 13)) * MUL2) & _MASK
+
+
+def round_stochastic(x: Tensor, key: int, offset: int = 0, *, low: bool = False) -> Tensor:
+    """Round float32 to bf16 up or down with probability equal to the distance: unbiased, at most one bf16 step away.
+
+    Args:
+        x: float32 tensor, the elements numbered in row-major order from `offset`.
+        key: `rounding_key` of parameter and step.
+        offset: Index of the first element in the full parameter.
+        low: Use the low 16 of the 32 random bits (second moments) instead of the high 16 (weights), so that a weight
+            and its moment round independently.
+    """
+    index = torch.arange(offset, offset + x.numel(), device=x.device).view(x.shape)
+    random = bits(key, index)
+    random = random & 0xFFFF if low else random >> 16
+    # Adding 16 random bits below bf16's last place carries with exactly the right probability; then truncate.
+    rounded = (x.contiguous().view(torch.int32) + random.to(torch.int32)) & -0x10000
+    return rounded.view(torch.float32).to(torch.bfloat16)

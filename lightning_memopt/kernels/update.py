@@ -1,0 +1,59 @@
+"""What a kernel needs to know of one parameter's update besides its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_memopt.rules.base import Rule
+from lightning_memopt.rules.storage import Storage
+
+Rounding = Literal["stochastic", "nearest"]
+
+
+@dataclass(slots=True)
+class Update:
+    """One parameter, its state, and the scalars of the step; consumed by `lightning_memopt.kernels`.
+
+    Attributes:
+        name: Parameter name, for messages.
+        weight: The tensor written in place: float32, bf16 or float64; any shape.
+        state: The optimizer's state of this parameter, written in place.
+        rule: Its rule.
+        tile: Name of the rule's Triton tile function for this group's options.
+        storage: How each moment of `rule` lies in `state`.
+        scalars: Common and rule scalars of this step, float64 on the host.
+        row: The same scalars as float32 on the weight's device, in the order ``COMMON_SCALARS + rule.scalar_names``
+            (None where the reference runs). Kernels read these, so that neither a schedule nor a CUDA graph replay
+            needs a new launch argument.
+        key: Rounding key of this parameter and step; on the device in `row_key` (int32, the same bits).
+        row_key: See `key`.
+        rounding: How a bf16 weight, and a bf16 second moment, is stored.
+        offset: Index of the weight's first element in the full parameter (not 0 on a shard).
+        nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
+    """
+
+    name: str
+    weight: Tensor
+    state: dict[str, Any]
+    rule: Rule
+    tile: str
+    storage: tuple[Storage, ...]
+    scalars: Mapping[str, float]
+    key: int
+    rounding: Rounding
+    offset: int = 0
+    row: Tensor | None = None
+    row_key: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> Update:
+        """The same update restricted to rows [start, stop) of weight and state, by views."""
+        if start == 0 and stop == self.weight.shape[0]:
+            return self
+        state = {key: value for storage in self.storage for key, value in storage.rows(self.state, start, stop).items()}
+        offset = self.offset + start * self.weight[0].numel()
+        return replace(self, weight=self.weight[start:stop], state=state, offset=offset)

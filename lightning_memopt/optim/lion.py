@@ -1,0 +1,55 @@
+"""Lion as a torch optimizer, so that it also works without the fused strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum with decoupled decay (Chen et al. 2023, algorithm 2).
+
+    State: ``exp_avg``, shape and dtype of the weight.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate; a third to a tenth of AdamW's is usual.
+        betas: Interpolation for the update and decay of the momentum.
+        weight_decay: Decoupled weight decay; three to ten times AdamW's is usual.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion: lr={lr}, betas={betas}, weight_decay={weight_decay}: out of range.")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step on every parameter that holds a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                momentum = state["exp_avg"]
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(momentum.lerp(param.grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(param.grad, 1 - beta2)
+        return loss

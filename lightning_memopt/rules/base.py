@@ -1,0 +1,125 @@
+"""What an optimizer rule is: which state it keeps, its scalars for a step, and its element-wise update.
+
+A rule is written once and launched in many ways (fused into the weight-gradient matmul, on a stored gradient,
+or by plain torch on any device). It therefore knows nothing of autograd, Lightning or shapes: `update` sees tensors
+in compute precision that broadcast together, and the kernels call the Triton tile function of the same name.
+
+What every optimizer of ``torch.optim`` does around its own formula is done once, outside the rules
+(`lightning_memopt.kernels.reference.update` and its Triton twin):
+
+    g <- clamp(scale * g, -clip, clip) + l2 * w        gradient scale and sign, value clipping, coupled decay
+    w <- decay * w                                     decoupled weight decay
+    w, moments <- rule.update(w, g, g2, moments)       g2 = g * g, or its mean over a block for shared moments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.rules.storage import Dense, Storage
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+# Columns shared by all rules in a parameter's row of device scalars; a rule's own scalars follow.
+COMMON_SCALARS = ("scale", "clip", "l2", "decay")
+# Moments that bf16 to nearest would freeze; see `Dense.slow`.
+SLOW_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
+
+
+class Rule:
+    """The update of one optimizer class. Stateless: one instance serves every parameter.
+
+    Attributes:
+        optimizer: The optimizer class this rule stands for.
+        scalar_names: Names of the rule's own per-step scalars, in the order the kernels read them.
+        decoupled: Whether weight decay multiplies the weight (AdamW) instead of joining the gradient (Adam).
+        refused: Group options that must be falsy, each with what to do instead.
+    """
+
+    optimizer: ClassVar[type[Optimizer]]
+    scalar_names: ClassVar[tuple[str, ...]]
+    decoupled: ClassVar[bool] = False
+    refused: ClassVar[Mapping[str, str]] = {
+        "amsgrad": "set amsgrad=False (the running maximum is a third moment this rule does not keep)",
+        "capturable": "set capturable=False (the step count is handled by the strategy)",
+        "differentiable": "set differentiable=False (a fused update is not recorded by autograd)",
+    }
+
+    def check(self, group: Group) -> None:
+        """Refuse options that would change the result if ignored.
+
+        Raises:
+            UnsupportedError: An option of `refused` is set in this parameter group.
+        """
+        for option, remedy in self.refused.items():
+            if group.get(option):
+                raise UnsupportedError(
+                    f"{type(self).__name__}: {self.optimizer.__name__}({option}=True) cannot be fused; {remedy}."
+                )
+
+    def moments(self, group: Group) -> tuple[str, ...]:
+        """Names of the state tensors, torch's own keys, in the order `update` takes them."""
+        raise NotImplementedError
+
+    def tile(self, group: Group) -> str:
+        """Name of the Triton tile function in `lightning_memopt.kernels.tiles` for this group's options."""
+        raise NotImplementedError
+
+    def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:
+        """How each moment of `param` is stored; the default is a dense tensor of `dtype` with the weight's shape."""
+        return tuple(Dense(name, dtype, slow=name in SLOW_MOMENTS) for name in self.moments(group))
+
+    def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
+        """The state torch's optimizer would hold before its first step on `param`."""
+        state: State = {"step": torch.zeros((), dtype=torch.float32, device=self.step_device(param, group))}
+        for moment in storage:
+            state.update(moment.create(param))
+        return state
+
+    def step_device(self, param: Tensor, group: Group) -> torch.device:
+        """torch keeps the step count on the CPU, except for its ``fused`` implementations."""
+        return param.device if group.get("fused") else torch.device("cpu")
+
+    def scalars(self, group: Group, state: State) -> dict[str, float]:
+        """The rule's own scalars for the update about to be taken, in float64, under `scalar_names`."""
+        raise NotImplementedError
+
+    def cache_key(self, state: State) -> tuple[float, ...]:
+        """What `scalars` reads from the state: parameters of one group with equal keys share their scalars."""
+        return (float(state["step"]),)
+
+    def advance(self, group: Group, state: State) -> None:
+        """Count one update that was taken."""
+        state["step"] += 1
+
+    def update(
+        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
+    ) -> None:
+        """Take one step in place on `w` and `moments`: the reference every kernel is tested against.
+
+        Args:
+            w: Weight after decay, float32 or float64.
+            g: Gradient after clipping and coupled decay, same shape and dtype.
+            g2: Square of `g`, averaged over blocks where the second moment is shared.
+            moments: In the order of `moments`, decoded to the dtype of `w`.
+            s: `scalars` of this step.
+        """
+        raise NotImplementedError
+
+    def common_scalars(self, group: Group) -> dict[str, float]:
+        """Scalars every rule shares, without gradient scale and clip value, which belong to the step."""
+        lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+        if self.decouples(group):
+            return {"l2": 0.0, "decay": 1.0 - lr * weight_decay}
+        return {"l2": weight_decay, "decay": 1.0}
+
+    def decouples(self, group: Group) -> bool:
+        """Whether this group's weight decay is decoupled (``decoupled_weight_decay`` of newer torch classes)."""
+        return bool(group.get("decoupled_weight_decay", self.decoupled))

@@ -1,0 +1,69 @@
+"""NAdam (Dozat 2016, algorithm 2 with the momentum schedule of ``torch.optim.NAdam``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import NAdam
+
+from lightning_memopt.rules.base import Group, Rule, State
+from lightning_memopt.rules.storage import Storage
+
+
+def _mu(group: Group, t: float) -> float:
+    return float(group["betas"][0]) * (1 - 0.5 * 0.96 ** (t * group["momentum_decay"]))
+
+
+class NAdamRule(Rule):
+    """Adam with Nesterov momentum: w <- w - (a g + b m) / (sqrt(v/c2) + eps)."""
+
+    optimizer = NAdam
+    scalar_names = ("one_minus_beta1", "beta2", "one_minus_beta2", "g_step", "m_step", "inv_sqrt_bias2", "eps")
+
+    def moments(self, group: Group) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def tile(self, group: Group) -> str:
+        """See `kernels.tiles.nadam`."""
+        return "nadam"
+
+    def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
+        """Adds the running product of the momentum schedule."""
+        state = super().init_state(param, group, storage)
+        return state | {"mu_product": torch.ones((), dtype=torch.float32)}
+
+    def cache_key(self, state: State) -> tuple[float, ...]:
+        """The product depends on the history of betas, so it is part of the key."""
+        return (float(state["step"]), float(state["mu_product"]))
+
+    def scalars(self, group: Group, state: State) -> dict[str, float]:
+        """Step sizes of gradient and first moment at t = state["step"] + 1."""
+        t, lr = float(state["step"]) + 1, float(group["lr"])
+        beta1, beta2 = (float(b) for b in group["betas"])
+        mu, mu_next = _mu(group, t), _mu(group, t + 1)
+        product = float(state["mu_product"] * mu)  # in the tensor's float32, as torch does
+        return {
+            "one_minus_beta1": 1 - beta1,
+            "beta2": beta2,
+            "one_minus_beta2": 1 - beta2,
+            "g_step": lr * (1 - mu) / (1 - product),
+            "m_step": lr * mu_next / (1 - product * mu_next),
+            "inv_sqrt_bias2": (1 - beta2**t) ** -0.5,
+            "eps": float(group["eps"]),
+        }
+
+    def advance(self, group: Group, state: State) -> None:
+        """Count the step and extend the momentum product."""
+        super().advance(group, state)
+        state["mu_product"] *= _mu(group, float(state["step"]))
+
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
+        """In place on w, exp_avg, exp_avg_sq."""
+        m, v = moments
+        m.lerp_(g, s["one_minus_beta1"])
+        v.mul_(s["beta2"]).add_(g2, alpha=s["one_minus_beta2"])
+        step = (g * s["g_step"]).add_(m, alpha=s["m_step"])
+        w.addcdiv_(step, v.sqrt().mul_(s["inv_sqrt_bias2"]).add_(s["eps"]), value=-1)

@@ -1,0 +1,81 @@
+"""How a moment is stored between steps: a name in the optimizer's state and a codec.
+
+A rule computes on dense float tensors; a storage turns what the state holds into such a tensor and back. Only the
+plain-torch reference decodes whole tensors; the kernels decode a tile at a time by the same formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rounds a float32 tensor to bf16; None where the run rounds to nearest.
+Rounder = Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Base: a moment named `name` in the state, torch's own key for it."""
+
+    name: str
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of this moment's entries in the state."""
+        return (self.name,)
+
+    def create(self, param: Tensor) -> dict[str, Tensor]:
+        """State entries for a parameter that has taken no step."""
+        raise NotImplementedError
+
+    def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """The moment in compute precision, shaped like the weight; a fresh tensor or the stored one itself."""
+        raise NotImplementedError
+
+    def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
+        """Write the updated moment back; nothing to do where `load` returned the stored tensor."""
+        raise NotImplementedError
+
+    def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
+        """Views of the entries for rows [start, stop) of the weight."""
+        return {self.name: state[self.name][start:stop]}
+
+    def share(self, g2: Tensor) -> Tensor:
+        """What a second moment of this storage accumulates, given the squared gradient."""
+        return g2
+
+
+@dataclass(frozen=True)
+class Dense(Storage):
+    """One value per weight in float32, float64 or bf16, as ``torch.optim`` keeps it.
+
+    Attributes:
+        dtype: Stored precision.
+        slow: The moment moves by less than bf16 resolves in a step (v at beta2 = 0.999 changes by 0.1 %, bf16 steps are
+            0.4 to 0.8 %), so to nearest it would stall; where weights are rounded stochastically, so is it.
+        init: Value before the first step.
+    """
+
+    dtype: torch.dtype
+    slow: bool = False
+    init: float = 0.0
+
+    def create(self, param: Tensor) -> dict[str, Tensor]:
+        """A tensor of the weight's shape, filled with `init`."""
+        return {self.name: torch.full_like(param, self.init, dtype=self.dtype, memory_format=torch.preserve_format)}
+
+    def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """The stored tensor itself where precisions agree."""
+        return state[self.name].to(dtype)
+
+    def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
+        """Round to the stored dtype."""
+        stored = state[self.name]
+        if stored is moment:
+            return
+        if self.slow and rounder is not None and stored.dtype == torch.bfloat16:
+            moment = rounder(moment)
+        stored.copy_(moment)

@@ -1,0 +1,238 @@
+"""What the fused strategies share: arming the updater around Lightning's step, checks, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.backward import NonFinite, Updater
+from lightning_memopt.compat import refusal
+from lightning_memopt.errors import UpdateError
+from lightning_memopt.kernels import Kernel, Rounding
+
+
+class ForgeMixin(Strategy):
+    """Optimizer updates inside backward, under Lightning's automatic and manual optimization.
+
+    Lightning runs forward, ``zero_grad`` and backward of a step's last micro-batch inside `optimizer_step`, and those
+    of the others outside it. So arming the updater there, and only there, is exact accumulation.
+
+    Args:
+        rounding: How a bf16 weight is stored: ``"stochastic"`` (unbiased, reproducible) or to the ``"nearest"``.
+        kernel: ``"auto"``, or one of ``"reference"``, ``"two_pass"``, ``"fused"`` for every parameter that allows it.
+        nonfinite: What a NaN or infinite gradient does: ``"raise"`` an error that names parameter and step, or
+            ``"skip"`` that update and count it in the logs. It never reaches a weight or a state.
+        state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
+        seed: Seed of stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        rounding: Rounding = "stochastic",
+        kernel: Kernel = "auto",
+        nonfinite: NonFinite = "raise",
+        state_dtype: Literal["param", "float32"] = "param",
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        _check_choice("rounding", rounding, ("stochastic", "nearest"))
+        _check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
+        _check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        _check_choice("state_dtype", state_dtype, ("param", "float32"))
+        self.updater = Updater(rounding, kernel, nonfinite, state_dtype, seed)
+        self._fused_optimizers: set[int] = set()
+        self._reported_skips = 0
+
+    # ---------------------------------------------------------------- set-up
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers, refuse what cannot be exact, fill their states and hook the model."""
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        self._check(trainer, self.lightning_module)
+        self.updater.attach(self.lightning_module, self.optimizers)
+        self._guard_clipping(self.precision_plugin)
+
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.updater.kernel == "fused" and self.root_device.type == "cpu":
+            raise refusal("kernel 'fused' on a CPU")
+        precision = self.precision_plugin
+        if precision.precision == "16-mixed":
+            raise refusal("precision 16-mixed")
+        if precision.precision == "16-true":
+            raise refusal("precision 16-true")
+        if type(precision) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
+            raise refusal("other precision plugins", f"{type(precision).__name__} under strategy 'forge'")
+        if is_overridden("configure_gradient_clipping", module):
+            raise refusal("configure_gradient_clipping overridden", type(module).__name__)
+        if trainer.gradient_clip_val and not self._clips_by_value(trainer):
+            raise refusal("gradient_clip_val, algorithm 'norm'")
+        for name, submodule in module.named_modules():
+            if getattr(submodule, "sparse", False) and isinstance(
+                submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+            ):
+                raise refusal("sparse embedding gradients", name)
+        for optimizer in self.optimizers:
+            for option in ("foreach", "fused"):
+                if any(group.get(option) for group in optimizer.param_groups):
+                    rank_zero_info(f"{type(optimizer).__name__}({option}=True) has no effect: the update is fused.")
+
+    @staticmethod
+    def _clips_by_value(trainer: pl.Trainer) -> bool:
+        return trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+
+    def _guard_clipping(self, precision: Precision) -> None:
+        """Lightning clips through the precision plugin; ours is done in the kernels, and a late call is an error."""
+        plain = type(precision).clip_gradients
+
+        def clip_gradients(
+            optimizer: Optimizer,
+            clip_val: int | float = 0.0,
+            gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+        ) -> None:
+            module = self.lightning_module
+            if module is not None and not module.automatic_optimization and clip_val > 0:
+                if id(optimizer) in self._fused_optimizers:
+                    raise refusal("clip_gradients after fused_step", type(module).__name__)
+                plain(precision, optimizer, clip_val, gradient_clip_algorithm)
+
+        precision.clip_gradients = clip_gradients  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        """Report what the device still has to say and leave a plain module behind."""
+        interrupted = sys.exc_info()[0] is not None
+        try:
+            if not interrupted:
+                self.updater.report_nonfinite()
+                self._log_skips()
+        finally:
+            self.updater.detach()
+            self.precision_plugin.__dict__.pop("clip_gradients", None)
+            super().teardown()
+
+    # ---------------------------------------------------------------- a step
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure with the updater armed; the optimizer's own step then finds nothing left to do."""
+        if closure is do_nothing_closure:
+            self._close_manual_step(optimizer)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def fused_closure() -> Any:
+            result = closure()
+            # Before the optimizer steps: what the backward pass did not reach (earlier micro-batches, no loss).
+            self.updater.flush()
+            return result
+
+        self.updater.forget_uses()
+        with self.updater.armed(optimizer, self._global_step, self._clip_value):
+            result = super().optimizer_step(optimizer, fused_closure, model, **kwargs)
+        self._log_skips()
+        return result
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's backward; inside an armed step it updates the weights."""
+        with self.updater.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @property
+    def _global_step(self) -> int:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.global_step
+
+    @property
+    def _clip_value(self) -> float | None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.gradient_clip_val and self._clips_by_value(trainer):
+            return float(trainer.gradient_clip_val)
+        return None
+
+    # ---------------------------------------------------------------- manual optimization
+
+    def open_manual_step(self, optimizer: Optimizer, clip_value: float | None) -> Any:
+        """The armed context behind `lightning_memopt.fused_step`."""
+        if id(optimizer) in self._fused_optimizers:
+            raise refusal("second fused_step before optimizer.step()")
+        self._fused_optimizers.add(id(optimizer))
+        return self.updater.armed(optimizer, self._global_step, clip_value)
+
+    def _close_manual_step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._fused_optimizers:
+            self._fused_optimizers.discard(id(optimizer))
+            self._log_skips()
+        elif any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+            raise refusal("manual optimization without fused_step", type(self.lightning_module).__name__)
+
+    def _log_skips(self) -> None:
+        skipped = self.updater.skipped
+        if skipped == self._reported_skips:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not self._reported_skips:
+            rank_zero_warn(
+                f"Non-finite gradients at step {trainer.global_step}: {skipped} parameter updates were left out. "
+                "The running count is logged as 'skipped_updates'."
+            )
+        self._reported_skips = skipped
+        trainer.callback_metrics["skipped_updates"] = torch.tensor(float(skipped))
+        for logger in trainer.loggers:
+            logger.log_metrics({"skipped_updates": float(skipped)}, step=trainer.global_step)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Save, unless a step broke off half-way: such weights must not look resumable.
+
+        Raises:
+            UpdateError: Weights are half-updated, and no interrupt is being handled (there it only warns, so as not to
+                hide the error that caused it).
+        """
+        self.updater.report_nonfinite()
+        if self.updater.dirty:
+            message = (
+                f"{filepath} was not written: the last step broke off inside its backward pass, so some weights are "
+                "one update ahead of others. Resume from the previous checkpoint."
+            )
+            module = self.lightning_module
+            if module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED:
+                rank_zero_warn(message)
+                return
+            raise UpdateError(message)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load, then complete what plain optimizers leave out of their states."""
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.updater.restore(optimizer, saved)
+        self.updater.dirty = False
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
