@@ -1,0 +1,182 @@
+"""What every language-model module here shares: losses, metrics, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from lightning_memopt.errors import MemOptError
+
+Schedule = Literal["cosine", "constant"]
+
+
+class CausalLM(pl.LightningModule):
+    """Base of the language-model modules.
+
+    A batch is ``{"input_ids": int64 [B, T], "targets": int64 [B, T]}``, the targets being the inputs moved on
+    by one token. Logs ``train_loss`` per step, and ``val_loss`` and ``val_ppl`` per validation run
+    (``test_loss`` and ``test_ppl`` in ``Trainer.test``): the mean over all tokens, in nats, and its
+    exponential.
+
+    Args:
+        optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
+            defaults.
+        schedule: Learning rate over the optimizer steps of the whole run, after the warm-up: "cosine" falls
+            to ``min_lr_ratio``, "constant" stays.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly from 0.
+        min_lr_ratio: Where the cosine ends, as a part of the optimizer's own learning rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable | None,
+        schedule: Schedule,
+        warmup_steps: int,
+        min_lr_ratio: float,
+    ) -> None:
+        super().__init__()
+        self.make_optimizer = optimizer
+        self.schedule = schedule
+        self.warmup_steps = warmup_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.eval_loss = MeanMetric()
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of token ids the model knows."""
+
+    @abstractmethod
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        stop_id: int | None,
+    ) -> Tensor:
+        """Continue one sequence.
+
+        Args:
+            input_ids: The prompt, int64 [T], at least one token.
+            max_new_tokens: Most tokens to add.
+            temperature: Divides the logits before sampling; 0 takes the likeliest token.
+            top_k: Sample among the k likeliest tokens; None for all.
+            stop_id: Token after which to stop, not part of the answer; None for never.
+
+        Returns:
+            The new tokens, int64 [at most ``max_new_tokens``].
+        """
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write config and weights (safetensors) into an existing ``folder``."""
+
+    def setup(self, stage: str) -> None:
+        """Refuse data whose token ids the model has no embedding for."""
+        data_vocab = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        if data_vocab is not None and data_vocab > self.vocab_size:
+            raise MemOptError(
+                f"The tokenizer has {data_vocab} token ids but the model only {self.vocab_size}: "
+                f"set the model's vocab_size to {data_vocab}, or data.tokenizer to the model's own."
+            )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Mean cross-entropy of one batch, in nats per token."""
+        loss = self._token_loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Add one batch to the validation loss."""
+        self.eval_loss.update(self._token_loss(batch), weight=batch["targets"].numel())
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Add one batch to the test loss."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The likeliest next token after each position, int64 [B, T]."""
+        return self(batch["input_ids"]).argmax(dim=-1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean over the validation run."""
+        self._log_eval("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the mean over the test run."""
+        self._log_eval("test")
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, without decay for biases and norms, and a schedule by optimizer step."""
+        optimizer = (self.make_optimizer or torch.optim.AdamW)(parameter_groups(self))
+        if self.schedule == "constant" and not self.warmup_steps:
+            return optimizer
+        total = self.trainer.estimated_stepping_batches
+        if self.schedule == "cosine" and math.isinf(total):
+            raise MemOptError(
+                'schedule="cosine" needs an end: set trainer.max_steps or max_epochs, or schedule="constant".'
+            )
+        factor = partial(
+            lr_factor,
+            total_steps=int(total) if self.schedule == "cosine" else None,
+            warmup_steps=self.warmup_steps,
+            min_ratio=self.min_lr_ratio,
+        )
+        scheduler = LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Name the class, so that the checkpoint alone is enough to rebuild the module."""
+        checkpoint["module_class"] = type(self).__name__
+
+    def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        # float32 whatever the weights are: a bf16 sum over thousands of tokens has two digits.
+        logits = self(batch["input_ids"]).float()
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+    def _log_eval(self, prefix: str) -> None:
+        loss = self.eval_loss.compute()
+        self.eval_loss.reset()
+        self.log_dict({f"{prefix}_loss": loss, f"{prefix}_ppl": loss.exp()}, prog_bar=True)
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: matrices with the optimizer's own decay, the rest with none.
+
+    Biases and norm scales have one dimension or none; pulling them to zero only hurts.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.ndim > 1]},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def lr_factor(step: int, total_steps: int | None, warmup_steps: int, min_ratio: float) -> float:
+    """Factor of the learning rate at a step: linear from 0, then a half cosine down to ``min_ratio``.
+
+    Args:
+        step: Optimizer steps done.
+        total_steps: Steps of the whole run, where the cosine ends; None for no cosine.
+        warmup_steps: Steps of the linear rise; the first step already has 1 / warmup_steps.
+        min_ratio: The factor at the end.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if total_steps is None:
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))

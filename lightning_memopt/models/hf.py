@@ -1,0 +1,129 @@
+"""Any Hugging Face causal language model as a Lightning module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+
+from lightning_memopt.errors import MemOptError
+from lightning_memopt.models.causal_lm import CausalLM, Schedule
+
+
+class MissingExtraError(MemOptError, ImportError):
+    """A package is needed that only one of the extras installs."""
+
+
+class HFCausalLM(CausalLM):
+    """Fine-tunes or trains a causal language model of the transformers library.
+
+    The weights are loaded as float32 (torch's default dtype) whatever the folder holds; the Trainer's
+    ``precision`` decides what they are trained in.
+
+    Args:
+        name_or_path: Folder of a saved model, or its name on the hub.
+        from_config: Read only the configuration and start from random weights.
+        architecture: A whole model configuration; when given, ``name_or_path`` is not read and the weights
+            are random. Checkpoints fill it in, so that one loads where the original folder is gone.
+        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
+            defaults.
+        schedule: Learning rate over the optimizer steps of the whole run, after the warm-up: "cosine" falls
+            to ``min_lr_ratio``, "constant" stays.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly from 0.
+        min_lr_ratio: Where the cosine ends, as a part of the optimizer's own learning rate.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        MemOptError: The folder or hub name holds no causal language model that transformers can load.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str,
+        from_config: bool = False,
+        architecture: dict[str, Any] | None = None,
+        gradient_checkpointing: bool = False,
+        optimizer: OptimizerCallable | None = None,
+        schedule: Schedule = "cosine",
+        warmup_steps: int = 0,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        super().__init__(optimizer, schedule, warmup_steps, min_lr_ratio)
+        # The optimizer may be any callable, which a checkpoint that loads safely cannot hold.
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.net = _build(name_or_path, from_config, architecture)
+        if gradient_checkpointing:
+            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # A trip through JSON leaves plain types only, which load with `weights_only=True`.
+        self.hparams["architecture"] = json.loads(self.net.config.to_json_string(use_diff=False))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the model knows."""
+        return self.net.get_input_embeddings().num_embeddings
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, T, V] of ids [B, T]."""
+        return self.net(input_ids=input_ids, use_cache=False).logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        stop_id: int | None = None,
+    ) -> Tensor:
+        """Continue one sequence with transformers' own generation; see the base class."""
+        out = self.net.generate(
+            input_ids[None],
+            attention_mask=torch.ones_like(input_ids)[None],
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature if temperature > 0 else None,
+            # transformers reads 0 as "all tokens", and None as its own default of 50.
+            top_k=(top_k or 0) if temperature > 0 else None,
+            eos_token_id=stop_id,
+            pad_token_id=stop_id if stop_id is not None else 0,
+        )[0, len(input_ids) :]
+        return out[:-1] if stop_id is not None and len(out) and out[-1].item() == stop_id else out
+
+    def export(self, folder: Path) -> None:
+        """Write what ``AutoModelForCausalLM.from_pretrained`` loads."""
+        self.net.save_pretrained(folder)
+
+
+def import_transformers() -> ModuleType:
+    """The transformers library, or an error that names the extra which installs it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            "Hugging Face models and tokenizers need transformers: pip install 'lightning-memopt[hf]'."
+        ) from error
+    return transformers
+
+
+def _build(name_or_path: str, from_config: bool, architecture: dict[str, Any] | None) -> Any:
+    transformers = import_transformers()
+    dtype = torch.get_default_dtype()
+    try:
+        if architecture is not None:
+            config = transformers.AutoConfig.for_model(**architecture)
+        elif from_config:
+            config = transformers.AutoConfig.from_pretrained(name_or_path)
+        else:
+            return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MemOptError(
+            f"transformers cannot load a causal language model from {name_or_path!r}: {reason}"
+        ) from error
