@@ -1,0 +1,6 @@
+"""Callbacks for monitoring a run."""
+
+from lightning_memopt.callbacks.metrics_csv import KeepMetrics, LossPlot
+from lightning_memopt.callbacks.throughput import Throughput
+
+__all__ = ["KeepMetrics", "LossPlot", "Throughput"]
