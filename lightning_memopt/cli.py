@@ -1,0 +1,153 @@
+"""The `memopt` program: LightningCLI's commands, and ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import CLI, ArgumentParser
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_memopt  # noqa: F401  # registers the strategies before any Trainer exists
+
+# Imported for their short names in YAML: `class_path: LlamaModule` resolves only once the class is known.
+from lightning_memopt import callbacks, data, models  # noqa: F401
+from lightning_memopt.commands import COMMANDS
+from lightning_memopt.errors import MemOptError
+
+CKPT_KEYWORDS = ("best", "last", "hpc", "registry")
+
+
+class ShortErrorParser(ArgumentParser):
+    """Says what is wrong without first printing pages of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Print the message and leave with code 2."""
+        if not self.exit_on_error:
+            return super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        prog = parser.prog.replace(" [options]", "")
+        self.exit(2, f"{prog}: error: {message}\n(`{prog} --help` lists all options.)\n")
+
+
+class MemOptParser(ShortErrorParser, LightningArgumentParser):
+    """Lightning's parser with short errors."""
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the resolved config beside the logs; without a logger nowhere.
+
+    Lightning would then write it into the working folder, over the very file that the user passed.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save on the first call."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class MemOptCLI(LightningCLI):
+    """LightningCLI for any LightningModule and data module, with the package's strategies known by name.
+
+    Only ``fit`` writes into the run's folder: the CSV logger and the saved config of another command would
+    replace those of the training.
+    """
+
+    def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
+        commands = ", ".join(COMMANDS)
+        kwargs.setdefault("seed_everything_default", 0)
+        kwargs.setdefault(
+            "parser_kwargs",
+            {
+                "prog": "memopt",
+                "description": f"Train models in less memory. There are also the commands {commands}.",
+            },
+        )
+        super().__init__(
+            args=args,
+            parser_class=MemOptParser,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            **kwargs,
+        )
+
+    def instantiate_classes(self) -> None:
+        """Build module, data and trainer; a value that one of them refuses is the config's mistake."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            raise _own_error(error) or MemOptError(str(error)) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer, outside ``fit`` without what would overwrite the run's files."""
+        if self.subcommand not in (None, "fit"):
+            self.save_config_callback = None
+            trainer = self._get(self.config_init, "trainer")
+            loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+            kept = [logger for logger in loggers if not isinstance(logger, CSVLogger | bool | None)]
+            kwargs.setdefault("logger", kept or False)
+        return super().instantiate_trainer(**kwargs)
+
+    def _parse_ckpt_path(self) -> None:
+        """Check the checkpoint before its hyperparameters are read from it."""
+        path = self.config[self.config.subcommand].get("ckpt_path") if self.config.get("subcommand") else None
+        if path and path not in CKPT_KEYWORDS and "://" not in str(path) and not Path(path).exists():
+            raise MemOptError(f"There is no checkpoint {path} (--ckpt_path).")
+        try:
+            super()._parse_ckpt_path()
+        except Exception as error:  # torch raises half a dozen unrelated types for a broken file
+            raise MemOptError(f"{path} is not a checkpoint that torch can read (--ckpt_path).") from error
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run `memopt` with the given arguments, by default those of the process.
+
+    A mistake of the user ends with one message on stderr and exit code 2; with ``MEMOPT_TRACEBACK=1`` in the
+    environment the traceback comes too.
+    """
+    words = sys.argv[1:] if args is None else args
+    try:
+        if words and words[0] in COMMANDS:
+            run_command(words[0], words[1:])
+        else:
+            MemOptCLI(args)
+    except (MemOptError, MisconfigurationException) as error:
+        if os.environ.get("MEMOPT_TRACEBACK", "0") not in ("", "0"):
+            raise
+        print(f"memopt: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run_command(name: str, args: list[str]) -> None:
+    """Run one of our own commands: the options are the function's parameters, with dashes or underscores."""
+    flags = [_with_underscores(arg) if arg.startswith("--") else arg for arg in args]
+    CLI(
+        COMMANDS[name],
+        args=flags,
+        as_positional=False,
+        parser_class=ShortErrorParser,
+        prog=f"memopt {name}",
+    )
+
+
+def _own_error(error: BaseException | None) -> MemOptError | None:
+    """Our own error at the root of a chain, which jsonargparse wraps in its own words."""
+    found = None
+    while error is not None:
+        found = error if isinstance(error, MemOptError) else found
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _with_underscores(flag: str) -> str:
+    option, equals, value = flag.partition("=")
+    return "--" + option[2:].replace("-", "_") + equals + value
+
+
+if __name__ == "__main__":
+    main()
