@@ -1,0 +1,58 @@
+"""The 8-bit codes of `lightning_memopt.rules.storage_8bit` on a tile; their definition and constants are there.
+
+All functions are element-wise, with scales that broadcast against the codes, so they run in any layout, in Triton and
+in Gluon. Per weight, m costs one square root and v none.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_memopt.rules import storage_8bit as codec
+
+_LEVELS = tl.constexpr(codec.SIGNED_LEVELS)
+_OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
+_LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.LOWEST_LEVEL)
+_LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
+_NEAREST, _DITHER = tl.constexpr(codec.NEAREST), tl.constexpr(codec.DITHER)
+_TINY = tl.constexpr(codec.TINY)
+
+
+@triton.jit
+def block_scale(largest):
+    """A block's stored scale, from the largest magnitude in it."""
+    return tl.maximum(largest, _TINY)
+
+
+@triton.jit
+def decode_signed(code, scale):
+    """scale q |q| / 127² of a uint8 tile."""
+    q = code.to(tl.int8, bitcast=True).to(tl.float32)
+    return q * tl.abs(q) * (scale * (1.0 / (_LEVELS * _LEVELS)))
+
+
+@triton.jit
+def encode_signed(x, scale):
+    """The uint8 tile of x, |x| <= scale, to nearest."""
+    root = tl.sqrt(tl.abs(x) * ((_LEVELS * _LEVELS * 1.0) / scale))
+    q = (root + 0.5).to(tl.int32)
+    return tl.where(x < 0, -q, q).to(tl.int8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def decode_positive(code, scale):
+    """scale times the code's level, of a uint8 tile."""
+    return (code.to(tl.int32) * _LEVEL_STEP + _LOWEST_LEVEL).to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def encode_positive(x, scale, random16, STOCHASTIC: tl.constexpr):
+    """The uint8 tile of x, 0 <= x <= scale: to nearest, or up with probability equal to the distance."""
+    ratio = (x * (_BELOW_ONE / scale)).to(tl.int32, bitcast=True)
+    fixed = (tl.maximum(ratio, _LOWEST) - _LOWEST) * _OCTAVE_LEVELS
+    if STOCHASTIC:
+        fixed += (random16.to(tl.int32) << 7) + _DITHER
+    else:
+        fixed += _NEAREST
+    return (fixed >> 23).to(tl.uint8)
