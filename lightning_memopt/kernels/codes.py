@@ -27,7 +27,7 @@ def block_scale(largest):
 
 @triton.jit
 def decode_signed(code, scale):
-    """scale q |q| / 127² of a uint8 tile."""
+    """Return scale q |q| / 127² of a uint8 tile."""
     q = code.to(tl.int8, bitcast=True).to(tl.float32)
     return q * tl.abs(q) * (scale * (1.0 / (_LEVELS * _LEVELS)))
 
@@ -42,7 +42,7 @@ def encode_signed(x, scale):
 
 @triton.jit
 def decode_positive(code, scale):
-    """scale times the code's level, of a uint8 tile."""
+    """Return scale times the code's level, of a uint8 tile."""
     return (code.to(tl.int32) * _LEVEL_STEP + _LOWEST_LEVEL).to(tl.float32, bitcast=True) * scale
 
 

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.rules.adagrad import AdagradRule
 from lightning_memopt.rules.adam import AdamRule, AdamWRule
+from lightning_memopt.rules.adamw8bit import AdamW8bitRule
 from lightning_memopt.rules.base import COMMON_SCALARS, Rule
 from lightning_memopt.rules.lion import LionRule
 from lightning_memopt.rules.nadam import NAdamRule
@@ -21,6 +22,7 @@ RULES: dict[type[Optimizer], Rule] = {
     for rule in (
         AdamWRule(),
         AdamRule(),
+        AdamW8bitRule(),
         SGDRule(),
         RMSpropRule(),
         AdagradRule(),

@@ -1,0 +1,74 @@
+"""AdamW with about two bytes of state per weight, as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class AdamW8bit(Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) whose moments are 8-bit codes with a scale per block.
+
+    State of a matrix: ``exp_avg`` and ``exp_avg_sq``, uint8 of the weight's shape; ``exp_avg_scale`` and
+    ``exp_avg_sq_scale``, float32, one per 128 weights of a row (`lightning_memopt.rules.storage_8bit`): 2.06 bytes per
+    weight. Vectors, and tensors of fewer than 4096 elements or with rows shorter than 16, keep float32 moments.
+
+    bf16 weights and the codes of ``exp_avg_sq`` are rounded stochastically; the random bits depend on `seed`, the step
+    count and the parameter's place in `params` only, so a resumed run takes the same steps.
+
+    Args:
+        params: Parameters or parameter groups; float32, bf16 or float64.
+        lr: Learning rate.
+        betas: Decay of first and second moment.
+        eps: Added to the root of the corrected second moment.
+        weight_decay: Decoupled weight decay.
+        rounding: "nearest" rounds weights and codes to nearest instead; slow second moments then stall.
+        seed: Seed of stochastic rounding.
+
+    Raises:
+        ValueError: An argument out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rounding: Literal["stochastic", "nearest"] = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"AdamW8bit: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range."
+            )
+        if rounding not in ("stochastic", "nearest"):
+            raise ValueError(f"AdamW8bit: rounding={rounding!r}; use 'stochastic' or 'nearest'.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step on every parameter that holds a gradient; one whose gradient is not finite is left alone."""
+        from lightning_memopt.optim.apply import step_parameters
+        from lightning_memopt.rules.adamw8bit import AdamW8bitRule  # rules import the optimizers they stand for
+
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step_parameters(self, AdamW8bitRule())
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch, but codes and scales keep their dtype; the moments of a ``torch.optim.AdamW`` are encoded."""
+        from lightning_memopt.optim.apply import load_exactly
+        from lightning_memopt.rules.adamw8bit import AdamW8bitRule
+
+        load_exactly(self, AdamW8bitRule(), state_dict, super().load_state_dict)

@@ -1,0 +1,119 @@
+"""A rule's step on stored gradients: the body of `step` and `load_state_dict` of this package's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.backward.scalars import StepScalars
+from lightning_memopt.kernels import Update, apply_gradient
+from lightning_memopt.rules import Rule
+from lightning_memopt.rules.storage import Storage
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """A parameter that holds a gradient, with what `StepScalars` fills in."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+    rule: Rule
+    storage: tuple[Storage, ...]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    key: int = 0
+    row: Tensor | None = None
+    row_key: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+
+def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
+    """Take one step of `rule` on every parameter that holds a gradient.
+
+    Reads ``rounding`` and ``seed`` from the parameter groups besides what the rule reads. Creates missing state.
+
+    Raises:
+        RuntimeError: A gradient is sparse.
+    """
+    tables: dict[tuple[int, torch.device], StepScalars] = optimizer.__dict__.setdefault("_tables", {})
+    first = 0
+    for number, group in enumerate(optimizer.param_groups):
+        targets = []
+        for name, param in enumerate(group["params"], first):
+            if param.grad is not None:
+                state = optimizer.state[param]
+                storage = rule.storage(param, group, param.dtype)
+                if not state:
+                    state.update(rule.init_state(param, group, storage))
+                targets.append(_Target(str(name), param, group, state, rule, storage))
+        first += len(group["params"])
+        for device in {target.param.device for target in targets}:
+            here = [target for target in targets if target.param.device == device]
+            # Any number that grows with the steps and survives a checkpoint keeps the random bits fresh.
+            taken = max(int(target.state["step"]) for target in here)
+            table = tables.setdefault((number, device), StepScalars(device))
+            table.fill(here, group["seed"], taken, None)
+            for target in here:
+                _step(target)
+
+
+def _step(target: _Target) -> None:
+    grad = target.param.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"parameter {target.name} has a sparse gradient; build its layer with sparse=False.")
+    update = Update(
+        name=target.name,
+        weight=target.param.detach(),
+        state=target.state,
+        rule=target.rule,
+        tile=target.rule.tile(target.group),
+        storage=target.storage,
+        scalars=target.scalars,
+        key=target.key,
+        rounding=target.group["rounding"],
+        row=target.row,
+        row_key=target.row_key,
+        nonfinite=target.nonfinite,
+    )
+    if apply_gradient(update, grad, "auto"):
+        target.rule.advance(target.group, target.state)
+
+
+def load_exactly(
+    optimizer: Optimizer, rule: Rule, saved: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a state dict without torch's cast of every state tensor to its parameter's dtype.
+
+    Moments saved by an optimizer that keeps them whole (``torch.optim.AdamW``) are encoded.
+
+    Args:
+        optimizer: The optimizer to load into.
+        rule: Its rule.
+        saved: What `state_dict` of this or of such an optimizer returned.
+        load: The base class's bound ``load_state_dict``.
+    """
+    whole: Mapping[Any, Mapping[str, Any]] = saved["state"]
+    only_steps = {i: {"step": entry["step"]} for i, entry in whole.items() if "step" in entry}
+    load({**saved, "state": only_steps})
+    numbers = (i for group in saved["param_groups"] for i in group["params"])
+    for group in optimizer.param_groups:
+        for param, i in zip(group["params"], numbers, strict=False):
+            if i not in whole:
+                continue
+            state, entry = optimizer.state[param], whole[i]
+            storages = rule.storage(param, group, param.dtype)
+            for storage in storages:
+                state.update(storage.create(param))
+                keys = storage.entries()
+                if all(key in entry for key in keys):
+                    for key in keys:
+                        state[key].copy_(entry[key])
+                else:
+                    storage.save(state, entry[storage.name].to(param.device, torch.float32), None)
