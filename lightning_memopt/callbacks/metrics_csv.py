@@ -19,7 +19,8 @@ class KeepMetrics(pl.Callback):
 
     The CSV logger starts an empty file with every run. This callback puts the rows so far into each
     checkpoint and writes them back when training resumes from it, so the file always tells the whole story of
-    the weights.
+    the weights. Lightning logs a batch after its last hook, so a checkpoint saved in that hook
+    (``every_n_train_steps``) lacks the row of its own batch.
     """
 
     def on_save_checkpoint(

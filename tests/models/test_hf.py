@@ -1,0 +1,128 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_memopt.cli import main
+from lightning_memopt.data import load_tokenizer
+from lightning_memopt.errors import MemOptError
+from lightning_memopt.models import HFCausalLM, load_module
+from lightning_memopt.models.hf import MissingExtraError
+
+transformers = pytest.importorskip("transformers")
+CONFIG = Path(__file__).parents[2] / "configs" / "hf_finetune.yaml"
+TEXT = "".join(f"{i} squared is {i * i}.\n" for i in range(80))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A saved model and tokenizer, as one would download them, but with 300 tokens and random weights."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>"]
+    training = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator([TEXT], training)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
+        folder
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_weights_come_from_the_folder_in_float32(model_folder):
+    module = HFCausalLM(str(model_folder))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for name, value in saved.state_dict().items():
+        assert module.net.state_dict()[name].dtype == torch.float32
+        assert torch.equal(module.net.state_dict()[name], value)
+
+
+def test_from_config_starts_from_random_weights(model_folder):
+    pretrained, fresh = HFCausalLM(str(model_folder)), HFCausalLM(str(model_folder), from_config=True)
+    assert fresh.vocab_size == pretrained.vocab_size == 300
+    assert fresh.net.dtype == torch.float32
+    assert not torch.equal(fresh.net.lm_head.weight, pretrained.net.lm_head.weight)
+
+
+def test_gradient_checkpointing_reaches_the_model(model_folder):
+    assert HFCausalLM(str(model_folder), gradient_checkpointing=True).net.is_gradient_checkpointing
+
+
+def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts", "squares.txt").write_text(TEXT)
+    source = tmp_path / "base"
+    source.symlink_to(model_folder)
+    config = yaml.safe_load(CONFIG.read_text())
+    config["model"]["init_args"] |= {"name_or_path": str(source), "warmup_steps": 0}
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.01
+    config["data"]["init_args"] |= {"tokenizer": str(model_folder), "seq_len": 16, "val_fraction": 0.2}
+    config["trainer"] |= {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "limit_val_batches": 1,
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    main(["fit", "--config", "config.yaml"])
+
+    source.unlink()  # the checkpoint alone must do
+    ckpt = "runs/hf_finetune/last.ckpt"
+    module, data = load_module(ckpt)
+    assert data["tokenizer"] == str(model_folder)
+    before = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert not torch.equal(module.net.lm_head.weight, before.lm_head.weight)
+
+    capsys.readouterr()
+    main(["generate", "--ckpt", ckpt, "--prompt", "7 squared", "--max-new-tokens=8", "--temperature=0"])
+    assert capsys.readouterr().out.startswith("7 squared")
+
+    main(["export", "--ckpt", ckpt, "--out", "exported"])
+    exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    ids = load_tokenizer("exported").encode("3 squared is").long()[None]
+    torch.testing.assert_close(exported(ids).logits, module(ids))
+
+    # Resuming reads architecture and weights from the checkpoint too.
+    main(["fit", "--config", "config.yaml", "--trainer.max_steps=5", f"--ckpt_path={ckpt}"])
+    assert torch.load(ckpt, weights_only=True)["global_step"] == 5
+
+
+def test_sampling_is_reproducible_and_bounded(model_folder):
+    module = HFCausalLM(str(model_folder)).eval()
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(module.generate(torch.tensor([5, 6]), 12, temperature=2.0).tolist())
+    assert len(texts[0]) == 12
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(MemOptError, match=str(tmp_path)):
+        HFCausalLM(str(tmp_path))
+
+
+def test_missing_transformers_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"lightning-memopt\[hf\]"):
+        HFCausalLM("anything")
+    with pytest.raises(MissingExtraError, match=r"lightning-memopt\[hf\]"):
+        load_tokenizer("anything")
