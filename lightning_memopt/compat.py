@@ -45,21 +45,33 @@ CASES = (
         "parameters other than once-used nn.Linear weights are updated at the end of the backward pass",
     ),
     Case("frozen parameters", "exact", "no state, no update; parameters unfrozen later are taken in"),
-    Case("accumulate_grad_batches", "exact", "gradients of earlier micro-batches are stored until the last one"),
+    Case(
+        "accumulate_grad_batches",
+        "exact",
+        "factors of earlier micro-batches wait for the last; past the break-even, a buffer",
+    ),
     Case("gradient_clip_val, algorithm 'value'", "exact", "clamped in the kernel"),
     Case(
         "gradient_clip_val, algorithm 'norm'",
-        "refused",
-        "gradient_clip_val with the 'norm' algorithm needs all gradients at once, which a fused backward never holds. "
-        "Use gradient_clip_algorithm='value', or no clipping.",
+        "exact",
+        "factors wait for the norm, which needs no gradient",
     ),
     Case(
-        "configure_gradient_clipping overridden",
-        "refused",
-        "the overridden configure_gradient_clipping would see no gradients, as they are consumed inside backward. "
-        "Remove the override and use gradient_clip_val with gradient_clip_algorithm='value'.",
+        "configure_gradient_clipping calling self.clip_gradients",
+        "exact",
+        "the call finishes the deferred step",
     ),
-    Case("precision 32-true, bf16-true, bf16-mixed", "exact", "bf16-true weights are rounded as `rounding` says"),
+    Case(
+        "configure_gradient_clipping without self.clip_gradients",
+        "refused",
+        "the overridden configure_gradient_clipping did not call self.clip_gradients(optimizer, ...), and there are no "
+        "gradients to treat otherwise. Call it (gradient_clip_val=0.0 clips nothing), or remove the override.",
+    ),
+    Case(
+        "precision 32-true, bf16-true, bf16-mixed",
+        "exact",
+        "bf16-true weights are rounded as `rounding` says",
+    ),
     Case("precision 64-true", "falls back", "plain-torch kernels in float64"),
     Case(
         "precision 16-mixed",
@@ -78,7 +90,7 @@ CASES = (
     Case(
         "clip_gradients after fused_step",
         "refused",
-        "self.clip_gradients(...) came after the gradients were consumed. Pass clip_value to `memopt.fused_step`.",
+        "self.clip_gradients(...) came after the gradients were consumed. Pass gradient_clip_val to `memopt.fused_step`.",
     ),
     Case(
         "second fused_step before optimizer.step()",
@@ -90,7 +102,11 @@ CASES = (
         "refused",
         "strategy 'forge' trains on one device. Pass devices=1.",
     ),
-    Case("optimizer options foreach, fused", "exact", "they choose torch's kernels, which are not used; said once"),
+    Case(
+        "optimizer options foreach, fused",
+        "exact",
+        "they choose torch's kernels, which are not used; said once",
+    ),
     Case("optimizer option maximize", "exact", "the gradient's sign is turned in the kernel"),
     Case("optimizer options amsgrad, capturable, differentiable", "refused", "the message names the option"),
     Case("SGD with dampening and momentum", "refused", "the message names the option", "SGD"),

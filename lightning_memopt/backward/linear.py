@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightning_memopt.backward.updater import Slot
+    from lightning_memopt.backward.slot import Slot
 
 # Attribute of a Parameter that an updater may update inside backward. A copy of the module has no such attribute on its
 # parameters, so its layers behave as plain ones.

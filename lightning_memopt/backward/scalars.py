@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_memopt.kernels.rounding import rounding_key
 
 if TYPE_CHECKING:
-    from lightning_memopt.backward.updater import Slot
+    from lightning_memopt.backward.slot import Slot
 
 # Floats in a parameter's row: the common scalars and the longest rule's, with room to spare. A multiple of 16 bytes.
 ROW = 16
@@ -65,3 +65,8 @@ class StepScalars:
         self.table[: len(rows)].copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
         self.keys[: len(keys)].copy_(torch.tensor(keys, dtype=torch.int32).pin_memory(), non_blocking=True)
         self.nonfinite.zero_()
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply every gradient of the step by a 0-dimensional tensor on the device (the clip coefficient)."""
+        if self.table is not None:
+            self.table[:, 0] *= coefficient

@@ -9,74 +9,37 @@ tied or reused weights.
 The one exception is reentrant activation checkpointing, which runs a backward pass of its own for each segment, so
 that a node may run before other segments have used the weight. There a weight is updated at once only if it was used
 once in this step, and else at the end of the outer pass.
+
+Three kinds of backward pass:
+
+    step, immediate    each parameter is updated when its node has run
+    step, deferred     gradients wait, as factors where possible, until the clip coefficient is known
+    queue              a micro-batch before the last: factors wait for the step, other gradients accumulate in ``.grad``
+
+Everything else (a pass outside all of these, ``autograd.grad``, another optimizer's parameters) is plain autograd.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
 from lightning_memopt.backward.linear import SLOT, install, remove
+from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
-from lightning_memopt.errors import NonFiniteError, UnsupportedError, UpdateError
-from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_factors, apply_gradient
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.errors import UnsupportedError, UpdateError
+from lightning_memopt.kernels import Kernel, Rounding, Update, apply_factors, apply_gradient
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.rules.storage import Dense, Storage
-
-NonFinite = Literal["raise", "skip"]
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One parameter of one optimizer, and what the current step knows of it."""
-
-    updater: Updater
-    name: str
-    param: nn.Parameter
-    optimizer: Optimizer
-    group: dict[str, Any]
-    rule: Rule
-    node: Node
-    handle: RemovableHandle | None = None
-    uses: int = 0
-    factors: list[Factors] = field(default_factory=list)
-    updated: bool = False
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    key: int = 0
-    row: Tensor | None = None
-    row_key: Tensor | None = None
-    nonfinite: Tensor | None = None
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's own state of this parameter; looked up, as loading a checkpoint replaces it."""
-        return self.optimizer.state[self.param]
-
-    def count_use(self) -> None:
-        """Called by the layer's forward. Recomputation inside backward is not another use."""
-        if not self.updater.in_backward:
-            self.uses += 1
-
-    def take(self, dy: Tensor, x: Tensor) -> bool:
-        """Queue the factors of one use, dY [tokens, out] and x [tokens, in], if this pass updates the parameter."""
-        if not self.updater.takes(self):
-            return False
-        self.factors.append((dy, x))
-        return True
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.uses, self.updated = 0, False
-        self.factors.clear()
 
 
 class Updater:
@@ -88,6 +51,12 @@ class Updater:
         nonfinite: What a non-finite gradient does: stop the run, or leave that update out.
         state_dtype: Precision of the moments of bf16 weights: that of the weight (torch's own), or float32.
         seed: Seed of stochastic rounding.
+
+    Attributes:
+        slots: What is known of each parameter.
+        dirty: A step broke off after its first update, so that some weights are one update ahead of others.
+        in_backward: A backward pass of the strategy is running.
+        norms: Gradient norms of the last step that clipped by norm.
     """
 
     def __init__(
@@ -98,19 +67,23 @@ class Updater:
         state_dtype: Literal["param", "float32"],
         seed: int,
     ) -> None:
-        self.rounding, self.kernel, self.nonfinite = rounding, kernel, nonfinite
+        self.rounding, self.kernel = rounding, kernel
         self.state_dtype, self.seed = state_dtype, seed
+        self.reports = NonFiniteReports(nonfinite)
         self.slots: dict[nn.Parameter, Slot] = {}
         self.dirty = False
-        self.skipped = 0
         self.in_backward = False
+        self.norms: Norms | None = None
         self._stepping: Optimizer | None = None
         self._step = 0
+        self._clip = NO_CLIP
+        self._deferred = False
+        self._queueing = False
         self._task: int | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._modules: list[nn.Module] = []
         self._scalars: dict[torch.device, StepScalars] = {}
-        self._flags: deque[tuple[int, list[Slot], Tensor, torch.cuda.Event]] = deque()
+        self._said_fold = False
 
     # ---------------------------------------------------------------- set-up
 
@@ -134,7 +107,7 @@ class Updater:
             if getattr(slot.param, SLOT, None) is slot:
                 delattr(slot.param, SLOT)
         self.slots.clear()
-        self._flags.clear()
+        self.reports.clear()
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Take in the optimizer's trainable parameters, also those added or unfrozen since the last step."""
@@ -164,12 +137,12 @@ class Updater:
         slot.handle = node.register_hook(lambda *_: self._ready(slot))
         self.slots[param] = slot
         setattr(param, SLOT, slot)
-        self.fill_state(slot)
+        self._fill_state(slot)
 
-    def fill_state(self, slot: Slot) -> None:
+    def _fill_state(self, slot: Slot) -> None:
         """Create the state entries that are missing, as torch would before the first step."""
         state, storage = slot.state, self.storage(slot)
-        wanted = [key for moment in storage for key in moment.keys()]
+        wanted = [key for moment in storage for key in moment.entries()]
         if not state or any(state.get(key) is None for key in wanted):
             for key, value in slot.rule.init_state(slot.param, slot.group, storage).items():
                 if state.get(key) is None:
@@ -192,66 +165,82 @@ class Updater:
                 value = saved["state"].get(i, {}).get(storage.name)
                 if isinstance(storage, Dense) and value is not None:
                     slot.state[storage.name] = value.to(device=param.device, dtype=storage.dtype)
-            self.fill_state(slot)
+            self._fill_state(slot)
 
     def storage(self, slot: Slot) -> tuple[Storage, ...]:
         """How each moment of the slot's parameter lies in its state."""
-        return slot.rule.storage(slot.param, slot.group, self._moment_dtype(slot.param))
-
-    def _moment_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.float32 if self.state_dtype == "float32" and param.dtype == torch.bfloat16 else param.dtype
+        param = slot.param
+        wide = self.state_dtype == "float32" and param.dtype == torch.bfloat16
+        return slot.rule.storage(param, slot.group, torch.float32 if wide else param.dtype)
 
     # ---------------------------------------------------------------- a step
 
     @contextmanager
-    def armed(self, optimizer: Optimizer, step: int, clip_value: float | None) -> Iterator[None]:
+    def armed(self, optimizer: Optimizer, step: int, clip: Clip = NO_CLIP, deferred: bool = False) -> Iterator[None]:
         """Backward passes inside update `optimizer`'s parameters; every gradient is consumed when the context ends.
 
         Args:
             optimizer: The optimizer that is stepping.
             step: Counter for the random bits of stochastic rounding; the same after a resume.
-            clip_value: Clamp each gradient element to this magnitude, or None.
+            clip: How gradients are clipped.
+            deferred: Hold every update back until `finish`; implied by norm clipping.
         """
         if self._stepping is not None:
             raise UpdateError("a fused step is already open; close it before opening another one.")
-        self._report_nonfinite(wait=False)
+        self.reports.poll()
         self._adopt(optimizer)
         mine = self._slots_of(optimizer)
-        for device in {slot.param.device for slot in mine}:
-            scalars = self._scalars.setdefault(device, StepScalars(device))
-            scalars.fill([slot for slot in mine if slot.param.device == device], self.seed, step, clip_value)
         self._stepping, self._step = optimizer, step
+        self._deferred = deferred or clip.norm is not None
+        self._set_clip(clip)
         was_dirty, self.dirty = self.dirty, True
         complete = False
         try:
             yield
-            self.flush()
+            self.finish()
             complete = True
         finally:
             # Weights are half-updated if, and only if, the step broke off after its first update.
             self.dirty = was_dirty or (not complete and any(slot.updated for slot in mine))
-            self._collect_flags(mine)
+            self._watch_flags(mine)
             for slot in mine:
                 slot.clear()
-            self._stepping = None
+            self._stepping, self._deferred = None, False
 
     def forget_uses(self) -> None:
         """Start counting the uses of weights anew: the step's own forward pass comes next."""
         for slot in self.slots.values():
             slot.uses = 0
 
+    def drop_queue(self, optimizer: Optimizer | None = None) -> None:
+        """Forget queued factors, of one optimizer or of all: its gradients were zeroed, or the run broke off."""
+        for slot in self.slots.values():
+            if optimizer is None or slot.optimizer is optimizer:
+                slot.drop()
+
     @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
-        """Wrap the backward pass of `loss`: inside an armed step, this is where parameters are updated."""
+    def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
+        """Wrap the backward pass of `loss`: inside an armed step, this is where parameters are updated.
+
+        Args:
+            loss: What ``backward`` is called on.
+            queue: Outside an armed step: the pass is of an earlier micro-batch, whose factors the step will want.
+        """
         handle = None
         if loss.grad_fn is not None:
             handle = loss.grad_fn.register_prehook(lambda *_: self._enter())
         self.in_backward = True
+        self._queueing = queue and self._stepping is None
         try:
             yield
-            self.flush()
+            if not self._deferred:
+                self._update_pending()
+        except BaseException:
+            self.drop_queue()
+            raise
         finally:
-            self.in_backward, self._task = False, None
+            self.in_backward = self._queueing = False
+            self._task = None
             if handle is not None:
                 handle.remove()
 
@@ -259,41 +248,89 @@ class Updater:
         self._task = torch._C._current_graph_task_id()
 
     def takes(self, slot: Slot) -> bool:
-        """Whether the backward pass now running will run the slot's node and then its update.
+        """Whether the backward pass now running may keep the factors of this weight instead of its gradient.
 
         False for `autograd.grad`, ``backward(inputs=...)`` without this weight, double backward, another optimizer's
         step, and a weight with gradient hooks of the user's, which must see a gradient.
         """
-        if slot.optimizer is not self._stepping or not self.in_backward or torch.is_grad_enabled():
-            return False
-        if slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
+        if not self._owns(slot) or slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
             return False
         try:
             return torch._C._will_engine_execute_node(slot.node)
         except RuntimeError:  # autograd.grad with this weight among its inputs
             return False
 
+    def _owns(self, slot: Slot) -> bool:
+        mine = slot.optimizer is self._stepping if self._stepping is not None else self._queueing
+        return mine and self.in_backward and not torch.is_grad_enabled()
+
     def _ready(self, slot: Slot) -> None:
         """The engine ran the parameter's AccumulateGrad node."""
-        if slot.optimizer is not self._stepping or not self.in_backward or torch.is_grad_enabled():
+        if not self._owns(slot):
+            return
+        if self._queueing:
+            self._fold(slot)
+            return
+        if self._deferred:
+            slot.hold_gradient()
+            self._fold(slot)
             return
         nested = torch._C._current_graph_task_id() != self._task
         if nested and not (slot.uses == len(slot.factors) == 1 and slot.param.grad is None):
             return
         self._update(slot)
 
-    def flush(self) -> None:
-        """Update what still waits: gradients of earlier passes, weights of reentrant segments."""
+    @torch.no_grad()
+    def _fold(self, slot: Slot) -> None:
+        if slot.fold() and not self._said_fold:
+            self._said_fold = True
+            out, inputs = slot.param.shape
+            rank_zero_info(
+                f"{slot.name} [{out}, {inputs}] sees more tokens per step than its factors are worth keeping; its "
+                "gradient is accumulated in one buffer instead, and so are those of other such layers."
+            )
+
+    def finish(self, clip: Clip | None = None) -> None:
+        """Update everything that waits; with norm clipping, after its coefficient is known.
+
+        Args:
+            clip: Replaces what `armed` was given.
+        """
         if self._stepping is None:
             return
-        for slot in self._slots_of(self._stepping):
-            if slot.factors or slot.param.grad is not None:
-                self._update(slot)
+        if clip is not None:
+            self._set_clip(clip)
+        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending]
+        coefficient = None
+        if self._clip.norm is not None and waiting:
+            self.norms = gradient_norms(waiting)
+            if not self._finite_norm(self.norms, len(waiting)):
+                self.drop_queue(self._stepping)
+                return
+            coefficient = self.norms.coefficient(self._clip.norm)
+            for device, scalars in self._scalars.items():
+                scalars.scale(coefficient.to(device))
+        self._update_pending(coefficient)
+
+    def _finite_norm(self, norms: Norms, count: int) -> bool:
+        """Whether the step may go on. Asking a GPU means waiting for it, so under "raise" its kernels tell later."""
+        if norms.total.is_cuda and self.reports.mode == "raise":
+            return True
+        if torch.isfinite(norms.total):
+            return True
+        name = next(name for name, norm in norms.each.items() if not torch.isfinite(norm))
+        self.reports.report(name, self._step, count)
+        return False
+
+    def _update_pending(self, coefficient: Tensor | None = None) -> None:
+        if self._stepping is not None:
+            for slot in self._slots_of(self._stepping):
+                if slot.pending:
+                    self._update(slot, coefficient)
 
     @torch.no_grad()
-    def _update(self, slot: Slot) -> None:
-        factors, slot.factors = slot.factors, []
-        grad, slot.param.grad = slot.param.grad, None
+    def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
+        factors, grad = slot.collect()
         if not factors and grad is None:
             return
         if slot.updated:
@@ -315,6 +352,7 @@ class Updater:
             scalars=slot.scalars,
             key=slot.key,
             rounding=self.rounding,
+            coefficient=coefficient,
             row=slot.row,
             row_key=slot.row_key,
             nonfinite=slot.nonfinite,
@@ -327,42 +365,22 @@ class Updater:
         if finite:
             slot.rule.advance(slot.group, slot.state)
         else:
-            self._refuse_nonfinite(slot.name, self._step)
+            self.reports.report(slot.name, self._step)
+
+    def _set_clip(self, clip: Clip) -> None:
+        assert self._stepping is not None
+        self._clip = clip
+        mine = self._slots_of(self._stepping)
+        for device in {slot.param.device for slot in mine}:
+            scalars = self._scalars.setdefault(device, StepScalars(device))
+            here = [slot for slot in mine if slot.param.device == device]
+            scalars.fill(here, self.seed, self._step, clip.value)
+
+    def _watch_flags(self, slots: Sequence[Slot]) -> None:
+        for device, scalars in self._scalars.items():
+            names = [slot.name for slot in slots if slot.param.device == device and slot.nonfinite is not None]
+            if scalars.nonfinite is not None and names:
+                self.reports.watch(self._step, names, scalars.nonfinite[: len(names)])
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.optimizer is optimizer]
-
-    # ---------------------------------------------------------------- non-finite gradients
-
-    def _refuse_nonfinite(self, name: str, step: int) -> None:
-        if self.nonfinite == "raise":
-            raise NonFiniteError(
-                f"the gradient of {name} is not finite at step {step}; weight and optimizer state were left as they "
-                "were. Lower the learning rate, clip, or pass nonfinite='skip' to leave such updates out."
-            )
-        self.skipped += 1
-
-    def _collect_flags(self, slots: list[Slot]) -> None:
-        """Start copying the kernels' non-finite flags to the host, without waiting for them."""
-        updated = [slot for slot in slots if slot.nonfinite is not None]
-        for device, scalars in self._scalars.items():
-            here = [slot for slot in updated if slot.param.device == device]
-            if scalars.nonfinite is None or not here:
-                continue
-            host = torch.empty(scalars.nonfinite.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(scalars.nonfinite, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._flags.append((self._step, here, host, event))
-
-    def report_nonfinite(self) -> None:
-        """Wait for the device and raise or count what it reported; for the end of a run and before a checkpoint."""
-        self._report_nonfinite(wait=True)
-
-    def _report_nonfinite(self, wait: bool) -> None:
-        while self._flags and (wait or self._flags[0][3].query()):
-            step, slots, host, event = self._flags.popleft()
-            event.synchronize()
-            for slot, flag in zip(slots, host.tolist(), strict=False):
-                if flag:
-                    self._refuse_nonfinite(slot.name, step)

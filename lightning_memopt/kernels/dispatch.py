@@ -14,13 +14,10 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_memopt.kernels import reference
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, slabs
 from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
-Factors = tuple[Tensor, Tensor]  # dY [tokens, out], x [tokens, in]
-
-# Elements of a two_pass scratch slab: small enough to stay in cache between the matmul and the update.
-SLAB_ELEMENTS = 1 << 18
 
 
 def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
@@ -43,12 +40,6 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
     dtype = reference.compute_dtype(update.weight)
     finite = True
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        slab = grad[start:stop].to(dtype, copy=True) if grad is not None else None
-        for dy, x in factors:
-            dw = reference.weight_gradient(dy[:, start:stop], x, dtype)
-            slab = dw if slab is None else slab.add_(dw)
-        assert slab is not None
+    for start, stop, slab in slabs(factors, grad, dtype, step):
         finite &= reference.apply_gradient(update.rows(start, stop), slab)
     return finite

@@ -16,14 +16,6 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
-def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW = dYᵀ x for dY [tokens, out], x [tokens, in], accumulated and returned in `dtype`.
-
-    bf16 and fp16 operands are widened first, so that no bit of the sum is lost to a narrow output.
-    """
-    return dy.to(dtype).t() @ x.to(dtype)
-
-
 @torch.no_grad()
 def apply_gradient(update: Update, grad: Tensor) -> bool:
     """Take one step on a gradient of the weight's shape.
@@ -36,6 +28,8 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
     g = grad.to(dtype)
     if not torch.isfinite(g).all():
         return False
+    if update.coefficient is not None:
+        g = g * update.coefficient
     if scalars["scale"] != 1.0:
         g = g * scalars["scale"]
     if scalars["clip"] != float("inf"):
@@ -52,7 +46,9 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
         g2 = storage.share(g2)
     rule.update(w, g, g2, moments, scalars)
     stochastic = update.rounding == "stochastic"
-    rounder = partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
+    rounder = (
+        partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
+    )
     for storage, moment in zip(update.storage, moments, strict=True):
         storage.save(update.state, moment, rounder)
     if w is not weight:

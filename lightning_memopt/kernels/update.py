@@ -32,6 +32,8 @@ class Update:
         key: Rounding key of this parameter and step; on the device in `row_key` (int32, the same bits).
         row_key: See `key`.
         rounding: How a bf16 weight, and a bf16 second moment, is stored.
+        coefficient: Clip coefficient of the step, a 0-dimensional tensor on the weight's device, or None. In `row` it
+            is part of the scale already.
         offset: Index of the weight's first element in the full parameter (not 0 on a shard).
         nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
     """
@@ -45,6 +47,7 @@ class Update:
     scalars: Mapping[str, float]
     key: int
     rounding: Rounding
+    coefficient: Tensor | None = None
     offset: int = 0
     row: Tensor | None = None
     row_key: Tensor | None = None
@@ -54,6 +57,10 @@ class Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""
         if start == 0 and stop == self.weight.shape[0]:
             return self
-        state = {key: value for storage in self.storage for key, value in storage.rows(self.state, start, stop).items()}
+        state = {
+            key: value
+            for storage in self.storage
+            for key, value in storage.rows(self.state, start, stop).items()
+        }
         offset = self.offset + start * self.weight[0].numel()
         return replace(self, weight=self.weight[start:stop], state=state, offset=offset)

@@ -31,11 +31,13 @@ class AdagradRule(Rule):
         return (Dense("sum", dtype, slow=True, init=float(group["initial_accumulator_value"])),)
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
-        """torch's decayed learning rate at t = state["step"] + 1."""
+        """The decayed learning rate at t = state["step"] + 1."""
         size = float(group["lr"]) / (1 + float(state["step"]) * group["lr_decay"])
         return {"step_size": size, "eps": float(group["eps"])}
 
-    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
+    def update(
+        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
+    ) -> None:
         """In place on w and sum."""
         (v,) = moments
         v.add_(g2)

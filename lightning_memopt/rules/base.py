@@ -84,7 +84,7 @@ class Rule:
         return state
 
     def step_device(self, param: Tensor, group: Group) -> torch.device:
-        """torch keeps the step count on the CPU, except for its ``fused`` implementations."""
+        """Torch keeps the step count on the CPU, except for its ``fused`` implementations."""
         return param.device if group.get("fused") else torch.device("cpu")
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:

@@ -30,7 +30,9 @@ class LionRule(Rule):
         beta1, beta2 = (float(b) for b in group["betas"])
         return {"lr": float(group["lr"]), "one_minus_beta1": 1 - beta1, "one_minus_beta2": 1 - beta2}
 
-    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
+    def update(
+        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
+    ) -> None:
         """In place on w and exp_avg."""
         (m,) = moments
         w.add_(m.lerp(g, s["one_minus_beta1"]).sign_(), alpha=-s["lr"])

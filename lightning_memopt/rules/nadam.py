@@ -20,7 +20,15 @@ class NAdamRule(Rule):
     """Adam with Nesterov momentum: w <- w - (a g + b m) / (sqrt(v/c2) + eps)."""
 
     optimizer = NAdam
-    scalar_names = ("one_minus_beta1", "beta2", "one_minus_beta2", "g_step", "m_step", "inv_sqrt_bias2", "eps")
+    scalar_names = (
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "g_step",
+        "m_step",
+        "inv_sqrt_bias2",
+        "eps",
+    )
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""
@@ -60,7 +68,9 @@ class NAdamRule(Rule):
         super().advance(group, state)
         state["mu_product"] *= _mu(group, float(state["step"]))
 
-    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
+    def update(
+        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
+    ) -> None:
         """In place on w, exp_avg, exp_avg_sq."""
         m, v = moments
         m.lerp_(g, s["one_minus_beta1"])

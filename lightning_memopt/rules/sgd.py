@@ -51,7 +51,9 @@ class SGDRule(Rule):
             "nesterov": float(bool(group["nesterov"])),
         }
 
-    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
+    def update(
+        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
+    ) -> None:
         """In place on w and, if there is one, momentum_buffer."""
         step = g
         if moments:

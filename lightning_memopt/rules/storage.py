@@ -23,7 +23,7 @@ class Storage:
 
     name: str
 
-    def keys(self) -> tuple[str, ...]:
+    def entries(self) -> tuple[str, ...]:
         """Names of this moment's entries in the state."""
         return (self.name,)
 
@@ -65,7 +65,11 @@ class Dense(Storage):
 
     def create(self, param: Tensor) -> dict[str, Tensor]:
         """A tensor of the weight's shape, filled with `init`."""
-        return {self.name: torch.full_like(param, self.init, dtype=self.dtype, memory_format=torch.preserve_format)}
+        return {
+            self.name: torch.full_like(
+                param, self.init, dtype=self.dtype, memory_format=torch.preserve_format
+            )
+        }
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """The stored tensor itself where precisions agree."""

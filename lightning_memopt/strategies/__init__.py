@@ -14,5 +14,7 @@ def register() -> None:
     """Make ``Trainer(strategy="forge")`` known to Lightning; again is harmless."""
     if ForgeStrategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(
-            ForgeStrategy.strategy_name, ForgeStrategy, description="Optimizer update fused into the backward pass"
+            ForgeStrategy.strategy_name,
+            ForgeStrategy,
+            description="Optimizer update fused into the backward pass",
         )

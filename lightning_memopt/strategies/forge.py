@@ -39,7 +39,12 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            rounding=rounding, kernel=kernel, nonfinite=nonfinite, state_dtype=state_dtype, seed=seed, device="cpu"
+            rounding=rounding,
+            kernel=kernel,
+            nonfinite=nonfinite,
+            state_dtype=state_dtype,
+            seed=seed,
+            device="cpu",
         )
         self._parallel_devices: list[torch.device] = []
 

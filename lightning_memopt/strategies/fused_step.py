@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, make_clip
 
 
 @contextmanager
-def fused_step(optimizer: LightningOptimizer, clip_value: float | None = None) -> Iterator[None]:
+def fused_step(
+    optimizer: LightningOptimizer,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+) -> Iterator[None]:
     """Let the backward pass inside update the parameters of `optimizer`, which then steps as usual.
 
     For modules with ``automatic_optimization = False``::
@@ -27,8 +32,8 @@ def fused_step(optimizer: LightningOptimizer, clip_value: float | None = None) -
 
     Args:
         optimizer: What ``self.optimizers()`` returns, or one of them.
-        clip_value: Clamp each element of the gradient to this magnitude (what ``self.clip_gradients`` would do with
-            the ``"value"`` algorithm).
+        gradient_clip_val: Clip as ``self.clip_gradients`` would between backward and step, where it comes too late.
+        gradient_clip_algorithm: By global ``"norm"`` or by ``"value"``.
 
     Raises:
         UpdateError: A weight would be updated twice, by two backward passes in the context.
@@ -40,6 +45,8 @@ def fused_step(optimizer: LightningOptimizer, clip_value: float | None = None) -
     strategy = optimizer._strategy
     if not isinstance(strategy, ForgeMixin):
         yield
+        if gradient_clip_val and strategy is not None and strategy.lightning_module is not None:
+            strategy.lightning_module.clip_gradients(optimizer.optimizer, gradient_clip_val, gradient_clip_algorithm)
         return
-    with strategy.open_manual_step(optimizer.optimizer, clip_value):
+    with strategy.open_manual_step(optimizer.optimizer, make_clip(gradient_clip_val or 0.0, gradient_clip_algorithm)):
         yield

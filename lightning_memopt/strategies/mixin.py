@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,13 +14,13 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memopt.backward import NonFinite, Updater
+from lightning_memopt.backward import Clip, NonFinite, Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
@@ -56,6 +57,8 @@ class ForgeMixin(Strategy):
         _check_choice("state_dtype", state_dtype, ("param", "float32"))
         self.updater = Updater(rounding, kernel, nonfinite, state_dtype, seed)
         self._fused_optimizers: set[int] = set()
+        self._clips_itself = False
+        self._clip_called = False
         self._reported_skips = 0
 
     # ---------------------------------------------------------------- set-up
@@ -66,7 +69,7 @@ class ForgeMixin(Strategy):
         assert self.lightning_module is not None
         self._check(trainer, self.lightning_module)
         self.updater.attach(self.lightning_module, self.optimizers)
-        self._guard_clipping(self.precision_plugin)
+        self._guard()
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.updater.kernel == "fused" and self.root_device.type == "cpu":
@@ -78,10 +81,7 @@ class ForgeMixin(Strategy):
             raise refusal("precision 16-true")
         if type(precision) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
             raise refusal("other precision plugins", f"{type(precision).__name__} under strategy 'forge'")
-        if is_overridden("configure_gradient_clipping", module):
-            raise refusal("configure_gradient_clipping overridden", type(module).__name__)
-        if trainer.gradient_clip_val and not self._clips_by_value(trainer):
-            raise refusal("gradient_clip_val, algorithm 'norm'")
+        self._clips_itself = is_overridden("configure_gradient_clipping", module)
         for name, submodule in module.named_modules():
             if getattr(submodule, "sparse", False) and isinstance(
                 submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -92,12 +92,13 @@ class ForgeMixin(Strategy):
                 if any(group.get(option) for group in optimizer.param_groups):
                     rank_zero_info(f"{type(optimizer).__name__}({option}=True) has no effect: the update is fused.")
 
-    @staticmethod
-    def _clips_by_value(trainer: pl.Trainer) -> bool:
-        return trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+    def _guard(self) -> None:
+        """Replace what would act on gradients that are not there: clipping and zeroing.
 
-    def _guard_clipping(self, precision: Precision) -> None:
-        """Lightning clips through the precision plugin; ours is done in the kernels, and a late call is an error."""
+        Lightning clips through the precision plugin. In automatic optimization that call now finishes a deferred step;
+        after `fused_step` it comes too late. Zeroing an optimizer's gradients also drops its queued factors.
+        """
+        precision = self.precision_plugin
         plain = type(precision).clip_gradients
 
         def clip_gradients(
@@ -106,23 +107,43 @@ class ForgeMixin(Strategy):
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             module = self.lightning_module
-            if module is not None and not module.automatic_optimization and clip_val > 0:
-                if id(optimizer) in self._fused_optimizers:
-                    raise refusal("clip_gradients after fused_step", type(module).__name__)
+            assert module is not None
+            if module.automatic_optimization:
+                if self._clips_itself:
+                    self._clip_called = True
+                    self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
+            elif id(optimizer) in self._fused_optimizers and clip_val > 0:
+                raise refusal("clip_gradients after fused_step", type(module).__name__)
+            else:
                 plain(precision, optimizer, clip_val, gradient_clip_algorithm)
 
         precision.clip_gradients = clip_gradients  # type: ignore[method-assign]
+        for optimizer in self.optimizers:
+            self._guard_zero_grad(optimizer, optimizer)
+        for wrapper in self._lightning_optimizers:
+            self._guard_zero_grad(wrapper, wrapper.optimizer)
+
+    def _guard_zero_grad(self, holder: Any, optimizer: Optimizer) -> None:
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.updater.drop_queue(optimizer)
+            type(optimizer).zero_grad(optimizer, set_to_none)
+
+        holder.zero_grad = zero_grad
+
+    def _unguard(self) -> None:
+        self.precision_plugin.__dict__.pop("clip_gradients", None)
+        for holder in (*self.optimizers, *self._lightning_optimizers):
+            holder.__dict__.pop("zero_grad", None)
 
     def teardown(self) -> None:
         """Report what the device still has to say and leave a plain module behind."""
-        interrupted = sys.exc_info()[0] is not None
         try:
-            if not interrupted:
-                self.updater.report_nonfinite()
+            if sys.exc_info()[0] is None:
+                self.updater.reports.poll(wait=True)
                 self._log_skips()
         finally:
             self.updater.detach()
-            self.precision_plugin.__dict__.pop("clip_gradients", None)
+            self._unguard()
             super().teardown()
 
     # ---------------------------------------------------------------- a step
@@ -139,44 +160,53 @@ class ForgeMixin(Strategy):
             self._close_manual_step(optimizer)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+        module, trainer = self.lightning_module, self._trainer
+        assert module is not None
+        clip = make_clip(trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm)
+        self._clip_called = False
+
         def fused_closure() -> Any:
             result = closure()
-            # Before the optimizer steps: what the backward pass did not reach (earlier micro-batches, no loss).
-            self.updater.flush()
+            # Before the optimizer's own step, which must find no gradient: update what waits for the clip
+            # coefficient and what this pass did not reach (earlier micro-batches, no loss). An overridden clipping
+            # hook comes next and does so itself.
+            if not self._clips_itself:
+                self.updater.finish()
             return result
 
         self.updater.forget_uses()
-        with self.updater.armed(optimizer, self._global_step, self._clip_value):
+        with self.updater.armed(optimizer, trainer.global_step, clip, deferred=self._clips_itself):
             result = super().optimizer_step(optimizer, fused_closure, model, **kwargs)
+            if self._clips_itself and not self._clip_called:
+                raise refusal("configure_gradient_clipping without self.clip_gradients", type(module).__name__)
         self._log_skips()
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; inside an armed step it updates the weights."""
-        with self.updater.backward(closure_loss):
+        module = self.lightning_module
+        assert module is not None
+        with self.updater.backward(closure_loss, queue=module.automatic_optimization):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    @property
-    def _global_step(self) -> int:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.global_step
+    def on_exception(self, exception: BaseException) -> None:
+        """Drop what was queued for a step that will not come."""
+        self.updater.drop_queue()
+        super().on_exception(exception)
 
     @property
-    def _clip_value(self) -> float | None:
+    def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.gradient_clip_val and self._clips_by_value(trainer):
-            return float(trainer.gradient_clip_val)
-        return None
+        return self.lightning_module.trainer
 
     # ---------------------------------------------------------------- manual optimization
 
-    def open_manual_step(self, optimizer: Optimizer, clip_value: float | None) -> Any:
+    def open_manual_step(self, optimizer: Optimizer, clip: Clip) -> AbstractContextManager[None]:
         """The armed context behind `lightning_memopt.fused_step`."""
         if id(optimizer) in self._fused_optimizers:
             raise refusal("second fused_step before optimizer.step()")
         self._fused_optimizers.add(id(optimizer))
-        return self.updater.armed(optimizer, self._global_step, clip_value)
+        return self.updater.armed(optimizer, self._trainer.global_step, clip)
 
     def _close_manual_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._fused_optimizers:
@@ -186,11 +216,10 @@ class ForgeMixin(Strategy):
             raise refusal("manual optimization without fused_step", type(self.lightning_module).__name__)
 
     def _log_skips(self) -> None:
-        skipped = self.updater.skipped
+        skipped = self.updater.reports.skipped
         if skipped == self._reported_skips:
             return
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not self._reported_skips:
             rank_zero_warn(
                 f"Non-finite gradients at step {trainer.global_step}: {skipped} parameter updates were left out. "
@@ -203,16 +232,14 @@ class ForgeMixin(Strategy):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, unless a step broke off half-way: such weights must not look resumable.
 
         Raises:
             UpdateError: Weights are half-updated, and no interrupt is being handled (there it only warns, so as not to
                 hide the error that caused it).
         """
-        self.updater.report_nonfinite()
+        self.updater.reports.poll(wait=True)
         if self.updater.dirty:
             message = (
                 f"{filepath} was not written: the last step broke off inside its backward pass, so some weights are "
@@ -231,6 +258,15 @@ class ForgeMixin(Strategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.updater.restore(optimizer, saved)
         self.updater.dirty = False
+
+
+def make_clip(clip_val: float, algorithm: str | None) -> Clip:
+    """Lightning's two arguments as one; a value of 0 clips nothing, and no algorithm means the norm."""
+    if clip_val <= 0:
+        return Clip()
+    if algorithm == GradClipAlgorithmType.VALUE:
+        return Clip(value=float(clip_val))
+    return Clip(norm=float(clip_val))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,67 @@
+"""Gradient clipping without stored gradients: the request, and the coefficient of norm clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.kernels.norms import squared_norm
+from lightning_memopt.kernels.reference import compute_dtype
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the step asks for.
+
+    Attributes:
+        value: Clamp each gradient element to this magnitude.
+        norm: Scale all gradients so that their global 2-norm does not exceed this.
+    """
+
+    value: float | None = None
+    norm: float | None = None
+
+
+NO_CLIP = Clip()
+
+
+@dataclass(frozen=True)
+class Norms:
+    """2-norms of one step's gradients, 0-dimensional tensors on the device; reading them waits for it.
+
+    Attributes:
+        total: Norm over all parameters of the optimizer.
+        each: Norm by parameter name.
+    """
+
+    total: Tensor
+    each: dict[str, Tensor]
+
+    def coefficient(self, max_norm: float) -> Tensor:
+        """The factor of ``torch.nn.utils.clip_grad_norm_``, or NaN if the norm is not finite.
+
+        A NaN makes every kernel leave every element as it is, so that such a step changes nothing at all.
+        """
+        factor = torch.clamp(max_norm / (self.total + 1e-6), max=1.0)
+        return torch.where(torch.isfinite(self.total), factor, torch.nan)
+
+
+@torch.no_grad()
+def gradient_norms(slots: Sequence[Slot]) -> Norms:
+    """Norms of what waits in `slots`, each formed without forming a weight gradient from its factors."""
+    device = slots[0].param.device
+    each = {}
+    for slot in slots:
+        slot.hold_gradient()
+        stored = slot.buffer
+        if stored is None:
+            stored = slot.grad
+        elif slot.grad is not None:
+            stored = stored.add_(slot.grad)
+            slot.grad = None
+        each[slot.name] = squared_norm(slot.factors, stored, compute_dtype(slot.param)).sqrt()
+    return Norms(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in each.values()])), each)

@@ -1,0 +1,61 @@
+"""Non-finite gradients: raising or counting, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.errors import NonFiniteError
+
+NonFinite = Literal["raise", "skip"]
+
+
+class NonFiniteReports:
+    """Turns "this update was left out" into an error or a count.
+
+    The reference tells at once. GPU kernels set a flag on the device, which is copied to the host without waiting and
+    looked at when a later step begins, so the error may come a step or two late; the weights are sound either way.
+    """
+
+    def __init__(self, mode: NonFinite) -> None:
+        self.mode = mode
+        self.skipped = 0
+        self._flags: deque[tuple[int, Sequence[str], Tensor, torch.cuda.Event]] = deque()
+
+    def report(self, name: str, step: int, count: int = 1) -> None:
+        """`count` updates, `name`'s among them, were left out at `step`.
+
+        Raises:
+            NonFiniteError: In mode ``"raise"``.
+        """
+        if self.mode == "raise":
+            raise NonFiniteError(
+                f"the gradient of {name} is not finite at step {step}; its weight and optimizer state were left as "
+                "they were. Lower the learning rate, clip, or pass nonfinite='skip' to leave such updates out."
+            )
+        self.skipped += count
+
+    def watch(self, step: int, names: Sequence[str], flags: Tensor) -> None:
+        """Start copying the device's `flags` (int32, one for each name) to the host."""
+        host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        host.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(flags.device))
+        self._flags.append((step, names, host, event))
+
+    def poll(self, wait: bool = False) -> None:
+        """Report the flags that have arrived; with `wait`, all of them."""
+        while self._flags and (wait or self._flags[0][3].query()):
+            step, names, host, event = self._flags.popleft()
+            event.synchronize()
+            for name, flag in zip(names, host.tolist(), strict=True):
+                if flag:
+                    self.report(name, step)
+
+    def clear(self) -> None:
+        """Forget flags that have not arrived."""
+        self._flags.clear()

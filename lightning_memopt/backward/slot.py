@@ -1,0 +1,146 @@
+"""One parameter of one optimizer, and the parts of its gradient that wait for its update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memopt.errors import UpdateError
+from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, slabs
+from lightning_memopt.rules import Rule
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.updater import Updater
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """What the updater knows of a parameter.
+
+    The parts of its gradient are summed exactly, whichever are present: factors of `FusedLinear` uses, a `buffer` that
+    older factors were folded into, and autograd's own ``param.grad``.
+
+    Attributes:
+        uses: Forward calls of its layers in this step.
+        factors: (dY, x) of uses whose backward has run; x by reference.
+        buffer: float32 (float64) sum of folded factors, shape of the weight.
+        updated: The step's update has been taken.
+        scalars, key, row, row_key, nonfinite: See `lightning_memopt.kernels.Update`.
+    """
+
+    updater: Updater
+    name: str
+    param: nn.Parameter
+    optimizer: Optimizer
+    group: dict[str, Any]
+    rule: Rule
+    node: Node
+    handle: RemovableHandle | None = None
+    uses: int = 0
+    factors: list[Factors] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    buffer: Tensor | None = None
+    grad: Tensor | None = None
+    updated: bool = False
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    key: int = 0
+    row: Tensor | None = None
+    row_key: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's own state of this parameter; looked up, as loading a checkpoint replaces it."""
+        return self.optimizer.state[self.param]
+
+    @property
+    def pending(self) -> bool:
+        """Whether any part of a gradient waits."""
+        parts = (self.buffer, self.grad, self.param.grad)
+        return bool(self.factors) or any(part is not None for part in parts)
+
+    def count_use(self) -> None:
+        """Called by the layer's forward. Recomputation inside backward is not another use."""
+        if not self.updater.in_backward:
+            self.uses += 1
+
+    def take(self, dy: Tensor, x: Tensor) -> bool:
+        """Queue the factors of one use, dY [tokens, out] and x [tokens, in], if this pass may hand them over."""
+        if not self.updater.takes(self):
+            return False
+        self.factors.append((dy, x))
+        self.versions.append(x._version)
+        return True
+
+    def hold_gradient(self) -> None:
+        """Move autograd's gradient out of sight of hooks and of the optimizer's own step, until the update."""
+        if self.param.grad is not None:
+            grad, self.param.grad = self.param.grad, None
+            self.grad = grad if self.grad is None else self.grad.add_(grad)
+
+    def collect(self) -> tuple[list[Factors], Tensor | None]:
+        """Everything that waits: factors, and the sum of the stored parts or None. The slot is empty afterwards.
+
+        Raises:
+            UpdateError: An input was changed in place after its use, so that its weight gradient is lost.
+        """
+        self.hold_gradient()
+        self._check_inputs()
+        factors, stored = self.factors, self.buffer
+        if stored is None:
+            stored = self.grad
+        elif self.grad is not None:
+            stored = stored.add_(self.grad)
+        self.drop()
+        return factors, stored
+
+    def fold(self, always: bool = False) -> bool:
+        """Turn factors into one accumulated gradient, if they take more memory than it does (or already did).
+
+        Factors cost tokens · (in + out) elements, the gradient in · out.
+
+        Returns:
+            Whether this was the first fold of the step.
+        """
+        if not self.factors:
+            return False
+        dtype = compute_dtype(self.param)
+        held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
+        limit = self.param.numel() * dtype.itemsize
+        if held <= limit and self.buffer is None and not always:
+            return False
+        self._check_inputs()
+        first = self.buffer is None
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.param.shape, dtype=dtype, device=self.param.device)
+        rows = max(1, SLAB_ELEMENTS // max(1, self.param.shape[1]))
+        for start, stop, slab in slabs(self.factors, None, dtype, rows):
+            self.buffer[start:stop] += slab
+        self.factors, self.versions = [], []
+        return first
+
+    def drop(self) -> None:
+        """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
+        self.factors, self.versions, self.buffer, self.grad = [], [], None, None
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.uses, self.updated = 0, False
+        self.drop()
+
+    def _check_inputs(self) -> None:
+        for (_, x), version in zip(self.factors, self.versions, strict=True):
+            if x._version != version:
+                raise UpdateError(
+                    f"the input of {self.name} was changed in place between its backward pass and the update. "
+                    "Give each micro-batch tensors of its own."
+                )

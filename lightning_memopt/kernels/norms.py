@@ -1,0 +1,35 @@
+"""‖dW‖² of a weight gradient that is never stored whole.
+
+Two exact ways, by what costs fewer operations. With T tokens, N outputs and K inputs:
+
+    Gram     ‖dYᵀ x‖² = ⟨dY dYᵀ, x xᵀ⟩      2 T² (N + K) operations, two T × T matrices
+    slabs    sum over row slabs of dW         2 T N K operations, one slab
+
+The first follows from tr(xᵀ dY dYᵀ x) = tr(dY dYᵀ x xᵀ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, slabs
+
+
+def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """‖grad + Σ dYᵀ x‖² as a 0-dimensional tensor of `dtype` on the factors' device, without waiting for it."""
+    if not factors:
+        assert grad is not None
+        return torch.linalg.vector_norm(grad, dtype=dtype).square()
+    tokens = sum(len(dy) for dy, _ in factors)
+    out, inputs = factors[0][0].shape[1], factors[0][1].shape[1]
+    if grad is None and tokens * (out + inputs) < out * inputs:
+        dy, x = join(factors)
+        gram_dy, gram_x = matmul(dy, dy.t(), dtype), matmul(x, x.t(), dtype)
+        return torch.dot(gram_dy.flatten(), gram_x.flatten()).clamp_(min=0)
+    total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
+    for _, _, slab in slabs(factors, grad, dtype, max(1, SLAB_ELEMENTS // inputs)):
+        total += torch.dot(slab.flatten(), slab.flatten())
+    return total

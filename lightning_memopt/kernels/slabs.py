@@ -1,0 +1,51 @@
+"""dW = dYᵀ x a few rows at a time, and the operations on factors that every route shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Factors = tuple[Tensor, Tensor]  # dY [tokens, out], x [tokens, in]
+
+# Elements of a slab of dW: small enough to stay in cache between the matmul that writes it and what reads it.
+SLAB_ELEMENTS = 1 << 18
+
+
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of a and b, summed and returned in `dtype`: no bit is lost to the operands' own precision."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def slabs(
+    factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """The weight gradient, `rows` rows at a time: (start, stop, slab in `dtype`).
+
+    Args:
+        factors: Pairs whose products dYᵀ x are summed.
+        grad: A stored part of the sum, [out, in], or None.
+        dtype: Precision of sums and slab.
+        rows: Rows of a slab.
+    """
+    out = factors[0][0].shape[1]
+    for start in range(0, out, rows):
+        stop = min(start + rows, out)
+        slab = grad[start:stop].to(dtype, copy=True) if grad is not None else None
+        for dy, x in factors:
+            dw = matmul(dy[:, start:stop].t(), x, dtype)
+            slab = dw if slab is None else slab.add_(dw)
+        assert slab is not None
+        yield start, stop, slab
+
+
+def join(factors: Sequence[Factors]) -> Factors:
+    """One pair with the tokens of all: the sum of products is the product of the concatenations."""
+    if len(factors) == 1:
+        return factors[0]
+    return torch.cat([dy for dy, _ in factors]), torch.cat([x for _, x in factors])
