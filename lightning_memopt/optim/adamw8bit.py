@@ -53,7 +53,7 @@ class AdamW8bit(Optimizer):
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on every parameter that holds a gradient; one whose gradient is not finite is left alone."""
         from lightning_memopt.optim.apply import step_parameters
         from lightning_memopt.rules.adamw8bit import AdamW8bitRule  # rules import the optimizers they stand for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from lightning_memopt.kernels import Update, apply_gradient
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
+if TYPE_CHECKING:
+    from lightning_memopt.backward.slot import Slot
+
 
 @dataclass(slots=True, eq=False)
 class _Target:
-    """A parameter that holds a gradient, with what `StepScalars` fills in."""
+    """A parameter that holds a gradient: the part of a `Slot` that `StepScalars` reads and fills in."""
 
     name: str
     param: Tensor
@@ -58,7 +61,7 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
             # Any number that grows with the steps and survives a checkpoint keeps the random bits fresh.
             taken = max(int(target.state["step"]) for target in here)
             table = tables.setdefault((number, device), StepScalars(device))
-            table.fill(here, group["seed"], taken, None)
+            table.fill(cast("list[Slot]", here), group["seed"], taken, None)
             for target in here:
                 _step(target)
 

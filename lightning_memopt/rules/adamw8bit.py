@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_memopt.optim.adamw8bit import AdamW8bit
 from lightning_memopt.rules.adam import AdamWRule
@@ -19,7 +22,7 @@ MIN_ELEMENTS, MIN_COLUMNS = 4096, 16
 class AdamW8bitRule(AdamWRule):
     """AdamW; the update uses the new moments before they are rounded."""
 
-    optimizer = AdamW8bit
+    optimizer: ClassVar[type[Optimizer]] = AdamW8bit
 
     def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:
         """Codes for matrices, float32 (whatever `dtype` is) for what is too small to gain."""

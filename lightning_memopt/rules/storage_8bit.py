@@ -84,7 +84,8 @@ def encode_positive(x: Tensor, scale: Tensor, rounder: Rounder = None) -> Tensor
     that has none divides a zero.
     """
     ratio = (x * (BELOW_ONE / scale)).view(torch.int32)
-    fixed = (ratio.clamp(min=LOWEST) - LOWEST) * OCTAVE_LEVELS  # code in the high 9 bits, fraction in the low 23
+    # Fixed point: the code in the high 9 bits, a fraction of a level in the low 23.
+    fixed = (ratio.clamp(min=LOWEST) - LOWEST) * OCTAVE_LEVELS
     if rounder is None:
         return ((fixed + NEAREST) >> 23).to(torch.uint8)
     # The rounder adds 16 random bits to a bit pattern and keeps its upper half; here that half is the code.
@@ -106,7 +107,7 @@ class Codes(Storage):
         """Key of the scales, a tensor of shape `blocks_of`."""
         return f"{self.name}_scale"
 
-    def keys(self) -> tuple[str, ...]:
+    def entries(self) -> tuple[str, ...]:
         """Codes and scales."""
         return (self.name, self.scale_name)
 
@@ -119,7 +120,7 @@ class Codes(Storage):
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
         """Rows of codes and scales."""
-        return {key: state[key][start:stop] for key in self.keys()}
+        return {key: state[key][start:stop] for key in self.entries()}
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Decode in float32."""
