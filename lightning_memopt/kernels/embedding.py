@@ -1,0 +1,89 @@
+"""The update of an embedding table, whose gradient, zero in most rows, is never formed.
+
+dW[r] = sum of dY[t] over the tokens with indices[t] = r. Optimizer semantics are dense: rows without tokens have a zero
+gradient, and still decay and move by their moments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels import reference
+from lightning_memopt.kernels.dispatch import Kernel
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS
+from lightning_memopt.kernels.update import Update
+
+
+class Segments(NamedTuple):
+    """Tokens grouped by the row they look up, in their own order within a row.
+
+    Attributes:
+        order: int64 [tokens], token numbers.
+        bounds: int64 [rows + 1]; row r's tokens are ``order[bounds[r] : bounds[r + 1]]``.
+    """
+
+    order: Tensor
+    bounds: Tensor
+
+
+def segments(indices: Tensor, rows: int) -> Segments:
+    """Group tokens by row, without waiting for the device. The sort is stable, so sums have one order."""
+    ordered, order = torch.sort(indices.reshape(-1), stable=True)
+    limits = torch.arange(rows + 1, device=indices.device, dtype=ordered.dtype)
+    return Segments(order, torch.searchsorted(ordered, limits))
+
+
+def embedding_gradient(
+    indices: Tensor, dy: Tensor, rows: int, dtype: torch.dtype, padding_idx: int | None = None
+) -> Tensor:
+    """The dense gradient [rows, dim] in `dtype`, for a table that also takes part in other layers."""
+    indices, dy = indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(dtype)
+    if padding_idx is not None:
+        dy = dy.masked_fill((indices == padding_idx)[:, None], 0)
+    return torch.zeros(rows, dy.shape[1], dtype=dtype, device=dy.device).index_add_(0, indices, dy)
+
+
+def apply_embedding(
+    update: Update, indices: Tensor, dy: Tensor, kernel: Kernel, padding_idx: int | None = None
+) -> bool:
+    """Take one step on the gradient of ``weight[indices]``.
+
+    Args:
+        update: The table's update, weight [rows, dim].
+        indices: Integers of any shape, in [0, rows).
+        dy: Gradient of the output, [*indices.shape, dim], any float dtype and strides.
+        kernel: "reference" for plain torch; any other name for the GPU's kernel where there is one.
+        padding_idx: Row that receives no gradient.
+
+    Returns:
+        As `lightning_memopt.kernels.apply_gradient`; plain torch leaves out only the slab of rows that held a
+        non-finite value.
+    """
+    dy = dy.reshape(-1, dy.shape[-1])
+    if kernel != "reference" and update.weight.is_cuda:
+        from lightning_memopt.kernels import blocks, embedding_triton
+
+        if blocks.supports(update):
+            embedding_triton.apply_embedding(update, segments(indices, len(update.weight)), dy, padding_idx)
+            return True
+    return _apply_by_slabs(update, indices, dy, padding_idx)
+
+
+@torch.no_grad()
+def _apply_by_slabs(update: Update, indices: Tensor, dy: Tensor, padding_idx: int | None) -> bool:
+    rows, dim = update.weight.shape
+    order, bounds = segments(indices, rows)
+    step = max(1, SLAB_ELEMENTS // max(1, dim))
+    dtype = reference.compute_dtype(update.weight)
+    flat, limits = indices.reshape(-1), [*bounds[::step].tolist(), len(order)]
+    finite = True
+    for i, first in enumerate(range(0, rows, step)):
+        tokens = order[limits[i] : limits[i + 1]]
+        last = min(first + step, rows)
+        padding = padding_idx - first if padding_idx is not None else None
+        slab = embedding_gradient(flat[tokens] - first, dy[tokens], last - first, dtype, padding)
+        finite &= reference.apply_gradient(update.rows(first, last), slab)
+    return finite
