@@ -1,6 +1,7 @@
 """Callbacks for monitoring a run."""
 
+from lightning_memopt.callbacks.grad_norm import GradNorm
 from lightning_memopt.callbacks.metrics_csv import KeepMetrics, LossPlot
 from lightning_memopt.callbacks.throughput import Throughput
 
-__all__ = ["KeepMetrics", "LossPlot", "Throughput"]
+__all__ = ["GradNorm", "KeepMetrics", "LossPlot", "Throughput"]

@@ -75,5 +75,6 @@ class NAdamRule(Rule):
         m, v = moments
         m.lerp_(g, s["one_minus_beta1"])
         v.mul_(s["beta2"]).add_(g2, alpha=s["one_minus_beta2"])
-        step = (g * s["g_step"]).add_(m, alpha=s["m_step"])
-        w.addcdiv_(step, v.sqrt().mul_(s["inv_sqrt_bias2"]).add_(s["eps"]), value=-1)
+        # torch's order of operations: near a large weight the two steps' roundings are what shows at all.
+        denominator = v.sqrt().mul_(s["inv_sqrt_bias2"]).add_(s["eps"])
+        w.addcdiv_(g, denominator, value=-s["g_step"]).addcdiv_(m, denominator, value=-s["m_step"])

@@ -69,6 +69,10 @@ class ForgeMixin(Strategy):
         assert self.lightning_module is not None
         self._check(trainer, self.lightning_module)
         self.updater.attach(self.lightning_module, self.optimizers)
+
+    def setup_precision_plugin(self) -> None:
+        """Connect the precision plugin; the optimizers are in their final wrappers only after that."""
+        super().setup_precision_plugin()
         self._guard()
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
