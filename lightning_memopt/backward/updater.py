@@ -189,6 +189,7 @@ class Updater:
             raise UpdateError("a fused step is already open; close it before opening another one.")
         self.reports.poll()
         self._adopt(optimizer)
+        rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None

@@ -19,6 +19,9 @@ from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
 
+# Rows of an update that runs in plain torch, because a storage learns from it, are taken this many weights at a time.
+LEARN_ELEMENTS = 1 << 22
+
 
 def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
     """Take one step on a stored gradient of the weight's shape.
@@ -27,7 +30,17 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         False where the gradient was non-finite and nothing was written. Kernels that cannot tell without waiting for
         the device return True and set ``update.nonfinite``.
     """
+    if _learns(update):
+        finite, step = True, max(1, LEARN_ELEMENTS // max(1, grad[:1].numel()))
+        for start in range(0, len(grad), step):
+            stop = min(start + step, len(grad))
+            finite &= reference.apply_gradient(update.rows(start, stop), grad[start:stop])
+        return finite
     return reference.apply_gradient(update, grad)
+
+
+def _learns(update: Update) -> bool:
+    return any([storage.learns(update.state) for storage in update.storage])  # a list: each completes the state
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: Kernel) -> bool:
@@ -38,6 +51,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     """
     rows, columns = update.weight.shape
     step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
+    if _learns(update):
+        step = min(step, max(1, LEARN_ELEMENTS // columns))
     dtype = reference.compute_dtype(update.weight)
     finite = True
     for start, stop, slab in slabs(factors, grad, dtype, step):

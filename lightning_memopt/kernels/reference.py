@@ -43,7 +43,9 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
     moments = [storage.load(update.state, dtype) for storage in update.storage]
     g2 = g * g
     for storage in update.storage:
-        g2 = storage.share(g2)
+        g2 = storage.share(update.state, g2)
+        if storage.learns(update.state):
+            storage.learn(update.state, g)
     rule.update(w, g, g2, moments, scalars)
     stochastic = update.rounding == "stochastic"
     rounder = (

@@ -44,6 +44,7 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     Raises:
         RuntimeError: A gradient is sparse.
     """
+    rule.prepare(optimizer)
     tables: dict[tuple[int, torch.device], StepScalars] = optimizer.__dict__.setdefault("_tables", {})
     first = 0
     for number, group in enumerate(optimizer.param_groups):
@@ -111,12 +112,5 @@ def load_exactly(
             if i not in whole:
                 continue
             state, entry = optimizer.state[param], whole[i]
-            storages = rule.storage(param, group, param.dtype)
-            for storage in storages:
-                state.update(storage.create(param))
-                keys = storage.entries()
-                if all(key in entry for key in keys):
-                    for key in keys:
-                        state[key].copy_(entry[key])
-                else:
-                    storage.save(state, entry[storage.name].to(param.device, torch.float32), None)
+            for storage in rule.storage(param, group, param.dtype):
+                state.update(storage.restore(param, entry))

@@ -124,3 +124,28 @@ def _next_layer(best: Floats, segments: _Segments) -> tuple[Floats, npt.NDArray[
         if stride == 0:
             return layer, cut
         todo = np.arange(stride, last + 1, 2 * stride)
+
+
+# ------------------------------------------------------------------------------------------------ a curve, as a number
+# The curves that are tried; multiples of 1/64 are exact in every precision.
+BENDS = np.arange(8 * 64) / 64
+# The bend before any gradient is known, between those of normal and Laplace noise. Not one that `fit_bend` returns, so
+# it also tells a code that is still to be learned.
+START_BEND = 0.9
+
+
+def curve(codes: Floats, bend: float | Floats) -> Floats:
+    """Values of codes in [-127, 127]: c / (127 (1 + bend) - bend |c|).
+
+    Values lie evenly for bend 0 and ever closer to zero for larger ones: their density at x is proportional to
+    1 / (1 + bend |x|)². The inverse needs one division as well: c = 127 (1 + bend) x / (1 + bend |x|).
+    """
+    return codes / ((LEVELS - 1) * (1 + bend) - bend * np.abs(codes))
+
+
+def fit_bend(counts: npt.ArrayLike) -> float:
+    """The bend of `BENDS` with the least squared error over a histogram of magnitudes."""
+    weights = np.asarray(counts, np.float64)
+    x, bends = centres(len(weights)), BENDS[:, None]
+    codes = np.floor((LEVELS - 1) * (1 + bends) * x / (1 + bends * x) + 0.5)
+    return float(BENDS[np.argmin((x - curve(codes, bends)) ** 2 @ weights)])

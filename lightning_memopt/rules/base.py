@@ -64,6 +64,9 @@ class Rule:
                     f"{type(self).__name__}: {self.optimizer.__name__}({option}=True) cannot be fused; {remedy}."
                 )
 
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Called before every step of `optimizer`; may replace the tensors of its states."""
+
     def moments(self, group: Group) -> tuple[str, ...]:
         """Names of the state tensors, torch's own keys, in the order `update` takes them."""
         raise NotImplementedError

@@ -6,7 +6,7 @@ plain-torch reference decodes whole tensors; the kernels decode a tile at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,29 @@ class Storage:
         """Views of the entries for rows [start, stop) of the weight."""
         return {self.name: state[self.name][start:stop]}
 
-    def share(self, g2: Tensor) -> Tensor:
+    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """State entries from a saved state, of this storage or of one that keeps the moment whole."""
+        state = self.create(param)
+        if all(key in saved for key in self.entries()):
+            for key in self.entries():
+                state[key].copy_(saved[key])
+        else:
+            self.save(state, saved[self.name].to(param.device, torch.float32), None)
+        return state
+
+    def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
         """What a second moment of this storage accumulates, given the squared gradient."""
         return g2
+
+    def learns(self, state: MutableMapping[str, Any]) -> bool:
+        """Whether `learn` wants to see the next gradient; updates that do run in plain torch.
+
+        Called with the whole parameter's state, which it may complete by what `learn` fills in.
+        """
+        return False
+
+    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
+        """Gather statistics of a gradient, or of some of its rows, that is about to be used."""
 
 
 @dataclass(frozen=True)
