@@ -60,9 +60,34 @@ def prepare(w, g, common):
 
 
 @triton.jit
+def is_plain(common):
+    """Whether neither value clipping nor coupled decay is on, so that `prepare_plain` gives what `prepare` does."""
+    scale, clip, l2, decay = common
+    return (clip == float("inf")) & (l2 == 0.0)
+
+
+@triton.jit
+def prepare_plain(w, g, common):
+    """`prepare` where `is_plain`."""
+    scale, clip, l2, decay = common
+    return w * decay, g * scale
+
+
+@triton.jit
 def random_bits(key, index):
     """`kernels.rounding.bits`: 32 bits per element; only the low 32 bits of `index` matter."""
-    x = index.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
+    return mix(spread(index) + key.to(tl.uint32))
+
+
+@triton.jit
+def spread(index):
+    """The linear part of `random_bits`: a sum of indices spreads to the sum of their spreads, modulo 2^32."""
+    return index.to(tl.uint32) * _GOLDEN
+
+
+@triton.jit
+def mix(x):
+    """The mixing part of `random_bits`."""
     x = (x ^ (x >> 15)) * _MUL1
     return (x ^ (x >> 13)) * _MUL2
 
@@ -91,7 +116,9 @@ def reciprocal(x):
     """1 / x in one instruction, to the last place but one; a full division would be a fifth of the whole update."""
     if _INTERPRETED:
         return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
