@@ -1,13 +1,13 @@
 """One step on blocks of weights in global memory: what every portable kernel does once it has a gradient tile.
 
 A tile is [N, BLOCK]: N blocks of up to `BLOCK` consecutive weights of one row. Weight, moments and codes are contiguous
-and share element offsets; scales are indexed by block. How a moment lies in memory is its format, a constant of the
-compiled kernel, so a new storage is a number here, a line in `formats`, and a branch in `_load` and `_store`.
+and share element offsets; scales are indexed by block. How a moment lies in memory is its kind, a constant of the
+compiled kernel: a new storage is a number and a line in `kernels.codes`, and a branch in `_load` and `_store` here.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,43 +16,39 @@ from torch import Tensor
 
 from lightning_memopt.kernels import codes, tiles
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage import Dense, Storage
-from lightning_memopt.rules.storage_8bit import PositiveCodes, SignedCodes
+from lightning_memopt.rules.storage_8bit import Codes
 
 FLOATS = (torch.float32, torch.bfloat16)
 
-# Formats of a moment.
-DENSE, DENSE_STOCHASTIC, SIGNED, POSITIVE, POSITIVE_STOCHASTIC = range(5)
-_DENSE_STOCHASTIC, _SIGNED = tl.constexpr(DENSE_STOCHASTIC), tl.constexpr(SIGNED)
-_POSITIVE_STOCHASTIC = tl.constexpr(POSITIVE_STOCHASTIC)
+_SLOW, _SIGNED = tl.constexpr(codes.SLOW), tl.constexpr(codes.SIGNED)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
 @triton.jit
-def _load(values, scales, at, block, valid, FORMAT: tl.constexpr):
-    if FORMAT <= _DENSE_STOCHASTIC:
+def _load(values, scales, at, block, valid, KIND: tl.constexpr):
+    if KIND <= _SLOW:
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     else:
         code = tl.load(values + at, mask=valid, other=0)
         scale = tl.load(scales + block[:, None], mask=block[:, None] >= 0, other=0.0)
-        x = codes.decode_signed(code, scale) if FORMAT == _SIGNED else codes.decode_positive(code, scale)
+        x = codes.decode_signed(code, scale) if KIND == _SIGNED else codes.decode_positive(code, scale)
     return x
 
 
 @triton.jit
-def _store(x, values, scales, at, block, valid, random, FORMAT: tl.constexpr):
-    if FORMAT <= _DENSE_STOCHASTIC:
-        if FORMAT == _DENSE_STOCHASTIC:
+def _store(x, values, scales, at, block, valid, random, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if KIND <= _SLOW:
+        if KIND == _SLOW and STOCHASTIC and values.dtype.element_ty == tl.bfloat16:
             tl.store(values + at, tiles.round_bf16(x, tiles.low_bits(random)), mask=valid)
         else:
             tl.store(values + at, x.to(values.dtype.element_ty), mask=valid)
     else:
         # Lanes beyond the end of a row hold at most the smallest live value, so they need no mask here.
         scale = codes.block_scale(tl.max(tl.abs(x), 1))[:, None]
-        if FORMAT == _SIGNED:
+        if KIND == _SIGNED:
             code = codes.encode_signed(x, scale)
         else:
-            code = codes.encode_positive(x, scale, tiles.low_bits(random), FORMAT == _POSITIVE_STOCHASTIC)
+            code = codes.encode_positive(x, scale, tiles.low_bits(random), STOCHASTIC)
         tl.store(values + at, code, mask=valid)
         tl.store(scales + block[:, None], scale, mask=block[:, None] >= 0)
 
@@ -60,7 +56,7 @@ def _store(x, values, scales, at, block, valid, random, FORMAT: tl.constexpr):
 @triton.jit
 def step(
     raw, start, block, valid, w_ptr, values, scales, row_ptr, key_ptr, nonfinite_ptr, offset,
-    TILE: tl.constexpr, SCALARS: tl.constexpr, FORMATS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Take one step of rule `TILE` on a tile, in place; non-finite elements are left out and reported.
 
@@ -74,47 +70,47 @@ def step(
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
         offset: Low 32 bits of `Update.offset`.
         TILE, SCALARS: The rule's tile function and the number of its scalars.
-        FORMATS: The format of each moment.
-        STOCHASTIC: Whether the weight, bf16, is rounded stochastically.
+        KINDS: The kind of each moment, see `kernels.codes`.
+        STOCHASTIC: Whether a bf16 weight, bf16 slow moments and positive codes are rounded stochastically.
     """
     common, own = tiles.scalars(row_ptr, SCALARS)
     at = start[:, None] + tl.arange(0, raw.shape[1])[None, :]
     old = tl.load(w_ptr + at, mask=valid, other=0.0).to(tl.float32)
     # The gradient stands in for moments that the rule does not have and never looks at.
     old0, old1, old2 = raw, raw, raw
-    if len(FORMATS) > 0:
-        old0 = _load(values[0], scales[0], at, block, valid, FORMATS[0])
-    if len(FORMATS) > 1:
-        old1 = _load(values[1], scales[1], at, block, valid, FORMATS[1])
-    if len(FORMATS) > 2:
-        old2 = _load(values[2], scales[2], at, block, valid, FORMATS[2])
+    if len(KINDS) > 0:
+        old0 = _load(values[0], scales[0], at, block, valid, KINDS[0])
+    if len(KINDS) > 1:
+        old1 = _load(values[1], scales[1], at, block, valid, KINDS[1])
+    if len(KINDS) > 2:
+        old2 = _load(values[2], scales[2], at, block, valid, KINDS[2])
     w, g = tiles.prepare(old, raw, common)
     w, m0, m1, m2 = TILE(w, g, g * g, old0, old1, old2, own)
     keep = tiles.finite(raw)
-    if tl.min(tl.min(keep.to(tl.int32), 1), 0) == 0:
+    if tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0:
         tl.store(nonfinite_ptr, 1)
         w = tl.where(keep, w, old)
         m0 = tl.where(keep, m0, old0)
         m1 = tl.where(keep, m1, old1)
         m2 = tl.where(keep, m2, old2)
     random = tiles.random_bits(tl.load(key_ptr), at + offset)
-    if STOCHASTIC:
+    if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:
         tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=valid)
-    if len(FORMATS) > 0:
-        _store(m0, values[0], scales[0], at, block, valid, random, FORMATS[0])
-    if len(FORMATS) > 1:
-        _store(m1, values[1], scales[1], at, block, valid, random, FORMATS[1])
-    if len(FORMATS) > 2:
-        _store(m2, values[2], scales[2], at, block, valid, random, FORMATS[2])
+    if len(KINDS) > 0:
+        _store(m0, values[0], scales[0], at, block, valid, random, KINDS[0], STOCHASTIC)
+    if len(KINDS) > 1:
+        _store(m1, values[1], scales[1], at, block, valid, random, KINDS[1], STOCHASTIC)
+    if len(KINDS) > 2:
+        _store(m2, values[2], scales[2], at, block, valid, random, KINDS[2], STOCHASTIC)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
 class Arguments(NamedTuple):
     """An update as `step` takes it."""
 
-    tensors: tuple[Tensor | tuple[Tensor, ...], ...]  # from `w_ptr` to `nonfinite_ptr`
+    tensors: tuple[Any, ...]  # from `w_ptr` to `nonfinite_ptr`
     offset: int
     constants: dict[str, object]
     copies: tuple[tuple[Tensor, Tensor], ...]  # (strided tensor of the update, contiguous stand-in for it)
@@ -128,8 +124,7 @@ class Arguments(NamedTuple):
 def supports(update: Update) -> bool:
     """Whether the portable kernels know the dtypes and storages of this update."""
     return update.weight.dtype in FLOATS and all(
-        isinstance(storage, SignedCodes | PositiveCodes) or update.state[storage.name].dtype in FLOATS
-        for storage in update.storage
+        isinstance(storage, Codes) or update.state[storage.name].dtype in FLOATS for storage in update.storage
     )
 
 
@@ -138,30 +133,19 @@ def in_blocks(update: Update) -> bool:
     return any(len(storage.entries()) > 1 for storage in update.storage)
 
 
-def _format(storage: Storage, value: Tensor, stochastic: bool) -> int:
-    if isinstance(storage, SignedCodes):
-        return SIGNED
-    if isinstance(storage, PositiveCodes):
-        return POSITIVE_STOCHASTIC if stochastic else POSITIVE
-    slow = isinstance(storage, Dense) and storage.slow and value.dtype == torch.bfloat16
-    return DENSE_STOCHASTIC if slow and stochastic else DENSE
-
-
 def arguments(update: Update) -> Arguments:
     """The pointers and constants of an update, for launch."""
-    stochastic = update.rounding == "stochastic"
     values = [update.state[storage.name] for storage in update.storage]
     # A pointer that is never read stands in for the scales of moments that have none.
     scales = [update.state.get(storage.entries()[-1]) for storage in update.storage]
     contiguous = [tensor.contiguous() for tensor in (update.weight, *values)]
     strided = (update.weight, *values)
     copies = tuple((old, new) for old, new in zip(strided, contiguous, strict=True) if old is not new)
-    formats = tuple(_format(s, v, stochastic) for s, v in zip(update.storage, values, strict=True))
     constants = {
         "TILE": tiles.TILES[update.tile],
         "SCALARS": len(update.rule.scalar_names),
-        "FORMATS": formats,
-        "STOCHASTIC": stochastic and update.weight.dtype == torch.bfloat16,
+        "KINDS": tuple(codes.kind(storage) for storage in update.storage),
+        "STOCHASTIC": update.rounding == "stochastic",
     }
     assert update.row is not None and update.row_key is not None and update.nonfinite is not None
     tensors = (

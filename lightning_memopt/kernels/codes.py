@@ -1,7 +1,8 @@
-"""The 8-bit codes of `lightning_memopt.rules.storage_8bit` on a tile; their definition and constants are there.
+"""How a moment lies in memory, as kernels see it, and the 8-bit codes on a tile.
 
-All functions are element-wise, with scales that broadcast against the codes, so they run in any layout, in Triton and
-in Gluon. Per weight, m costs one square root and v none.
+The codes are defined in `lightning_memopt.rules.storage_8bit`, with their constants. All functions are element-wise,
+with scales that broadcast against the codes, so they run in any layout, in Triton and in Gluon. Per weight, m costs one
+square root and v none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import triton
 import triton.language as tl
 
 from lightning_memopt.rules import storage_8bit as codec
+from lightning_memopt.rules.storage import Dense, Storage
+
+# Kinds of moments: float32 or bf16; the same, but rounded as the weight is where bf16; the two codes.
+DENSE, SLOW, SIGNED, POSITIVE = range(4)
 
 _LEVELS = tl.constexpr(codec.SIGNED_LEVELS)
 _OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
@@ -17,6 +22,15 @@ _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
 _NEAREST, _DITHER = tl.constexpr(codec.NEAREST), tl.constexpr(codec.DITHER)
 _TINY = tl.constexpr(codec.TINY)
+
+
+def kind(storage: Storage) -> int:
+    """The kind of moment that `storage` keeps."""
+    if isinstance(storage, codec.SignedCodes):
+        return SIGNED
+    if isinstance(storage, codec.PositiveCodes):
+        return POSITIVE
+    return SLOW if isinstance(storage, Dense) and storage.slow else DENSE
 
 
 @triton.jit

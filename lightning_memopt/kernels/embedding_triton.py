@@ -18,7 +18,7 @@ ROWS, TOKENS = 8, 4
 @triton.jit
 def embedding_update(
     order, bounds, dy, w, values, scales, row, key, nonfinite, rows, columns, padding, offset, dy_token, dy_column,
-    TILE: tl.constexpr, SCALARS: tl.constexpr, FORMATS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dW[r] = sum of dY[t] over the tokens of row r, and one step of rule `TILE` on every row, in place.
@@ -46,7 +46,7 @@ def embedding_update(
     start = r.to(tl.int64) * columns + j * BLOCK
     block = tl.where(r < rows, r.to(tl.int64) * across + j, -1)
     blocks.step(
-        acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, FORMATS, STOCHASTIC
+        acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
     )
 
 

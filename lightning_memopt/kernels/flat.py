@@ -17,7 +17,7 @@ BLOCKS = 16
 @triton.jit
 def flat_update(
     grad, w, values, scales, row, key, nonfinite, total, columns, offset,
-    TILE: tl.constexpr, SCALARS: tl.constexpr, FORMATS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     RAGGED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step of rule `TILE` on `total` weights whose gradient is `grad`.
@@ -39,7 +39,7 @@ def flat_update(
     g = tl.load(grad + (start[:, None] + lanes), mask=valid, other=0.0).to(tl.float32)
     blocks.step(
         g, start, tl.where(exists, block, -1), valid, w, values, scales, row, key, nonfinite, offset,
-        TILE, SCALARS, FORMATS, STOCHASTIC,
+        TILE, SCALARS, KINDS, STOCHASTIC,
     )  # fmt: skip
 
 

@@ -18,19 +18,46 @@ from lightning_memopt.kernels.slabs import Factors, join
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage_8bit import BLOCK
 
-# Rows of a tile, which is one block wide; height of the bands in which tiles are taken, so that operands stay in L2.
-ROWS, BAND = 64, 8
+# Rows of a tile, which is one block wide, and parts in which it is updated; height of the bands in which tiles are
+# taken, so that operands stay in L2.
+ROWS, PARTS, BAND = 128, 4, 8
 # The interpreter's dot is wrong for bf16.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _step_parts(
+    acc, top_row, j, rows, columns, across, update,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Update the tile from `top_row` down, a part of its rows at a time: all of it at once would not fit registers."""
+    height: tl.constexpr = acc.shape[0]
+    width: tl.constexpr = acc.shape[1]
+    if PARTS > 1:
+        upper, lower = tl.split(tl.permute(tl.reshape(acc, (2, height // 2, width)), (1, 2, 0)))
+        _step_parts(upper, top_row, j, rows, columns, across, update, TILE, SCALARS, KINDS, STOCHASTIC, PARTS // 2)
+        _step_parts(
+            lower, top_row + height // 2, j, rows, columns, across, update,
+            TILE, SCALARS, KINDS, STOCHASTIC, PARTS // 2,
+        )  # fmt: skip
+    else:
+        w, values, scales, row, key, nonfinite, offset = update
+        r = top_row + tl.arange(0, height)
+        valid = (r < rows)[:, None] & (j * width + tl.arange(0, width) < columns)[None, :]
+        start = r.to(tl.int64) * columns + j * width
+        block = tl.where(r < rows, r.to(tl.int64) * across + j, -1)
+        blocks.step(
+            acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
+        )
 
 
 @triton.jit
 def weight_gradient_update(
     dy, x, grad, w, values, scales, row, key, nonfinite, rows, columns, tokens, offset,
     dy_token, dy_row, x_token, x_column, grad_row, grad_column,
-    TILE: tl.constexpr, SCALARS: tl.constexpr, FORMATS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     STORED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x (+ grad, if `STORED`) and take one step of rule `TILE` on weight and moments.
 
@@ -43,7 +70,8 @@ def weight_gradient_update(
     band = BAND * across
     top = tl.program_id(0) // band * BAND
     height = tl.minimum(tl.cdiv(rows, ROWS) - top, BAND)
-    r = (top + tl.program_id(0) % band % height) * ROWS + tl.arange(0, ROWS)
+    top_row = (top + tl.program_id(0) % band % height) * ROWS
+    r = top_row + tl.arange(0, ROWS)
     j = tl.program_id(0) % band // height
     c = j * BLOCK + tl.arange(0, BLOCK)
     t = tl.arange(0, TOKENS)
@@ -57,15 +85,13 @@ def weight_gradient_update(
         if _INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    valid = (r < rows)[:, None] & (c < columns)[None, :]
     if STORED:
         grad_at = grad + r.to(tl.int64)[:, None] * grad_row + c.to(tl.int64)[None, :] * grad_column
-        acc += tl.load(grad_at, mask=valid, other=0.0).to(tl.float32)
-    start = r.to(tl.int64) * columns + j * BLOCK
-    block = tl.where(r < rows, r.to(tl.int64) * across + j, -1)
-    blocks.step(
-        acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, FORMATS, STOCHASTIC
-    )
+        acc += tl.load(grad_at, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
+    update = (w, values, scales, row, key, nonfinite, offset)
+    _step_parts(
+        acc, top_row, j, rows, columns, across, update, TILE, SCALARS, KINDS, STOCHASTIC, PARTS
+    )  # fmt: skip
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
@@ -105,7 +131,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         BLOCK=BLOCK,
         TOKENS=32,
         BAND=BAND,
-        num_warps=4,
+        PARTS=PARTS,
+        num_warps=8,
         num_stages=3,
     )
     call.write_back()
