@@ -4,18 +4,21 @@ Importing the package registers the strategy ``"forge"`` with ``lightning.pytorc
 """
 
 from lightning_memopt.errors import MemOptError, NonFiniteError, UnsupportedError, UpdateError
-from lightning_memopt.optim import Lion
+from lightning_memopt.optim import Gefen, Lion
+from lightning_memopt.optim.gefen import gefen
 from lightning_memopt.strategies import ForgeStrategy, fused_step, register
 
 __version__ = "0.1.0"
 __all__ = [
     "ForgeStrategy",
+    "Gefen",
     "Lion",
     "MemOptError",
     "NonFiniteError",
     "UnsupportedError",
     "UpdateError",
     "fused_step",
+    "gefen",
 ]
 
 register()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.kernels import Update, apply_gradient
+from lightning_memopt.optim.shards import local, offset
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -72,22 +73,28 @@ def _step(target: _Target) -> None:
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(f"parameter {target.name} has a sparse gradient; build its layer with sparse=False.")
+    grad = local(grad)
+    # The kernels see this rank's rows; what they write is the state's, by reference.
+    state = {key: local(value) for key, value in target.state.items()}
     update = Update(
         name=target.name,
-        weight=target.param.detach(),
-        state=target.state,
+        weight=local(target.param.detach()),
+        state=state,
         rule=target.rule,
         tile=target.rule.tile(target.group),
         storage=target.storage,
         scalars=target.scalars,
         key=target.key,
         rounding=target.group["rounding"],
+        offset=offset(target.param),
         row=target.row,
         row_key=target.row_key,
         nonfinite=target.nonfinite,
     )
     if apply_gradient(update, grad, "auto"):
         target.rule.advance(target.group, target.state)
+    for key in state.keys() - target.state.keys():
+        target.state[key] = state[key]
 
 
 def load_exactly(

@@ -49,9 +49,7 @@ class _Segments:
 
     def __init__(self, counts: Floats) -> None:
         x = centres(len(counts))
-        self.w, self.wx, self.wxx = (
-            np.concatenate([[0.0], np.cumsum(counts * x**power)]) for power in (0, 1, 2)
-        )
+        self.w, self.wx, self.wxx = (np.concatenate([[0.0], np.cumsum(counts * x**power)]) for power in (0, 1, 2))
 
     def mean(self, i: npt.NDArray[np.int64], j: npt.NDArray[np.int64]) -> Floats:
         """The level that fits best; NaN where the bins are empty."""

@@ -22,6 +22,9 @@ from torch import Tensor
 ROW = 128
 # The shortest block that is looked for. Codes, scale and second moment then take 1 + 8/64 bytes per weight.
 FINEST = 64
+# Bounds of a block's mean squared gradient. The lower keeps v from vanishing, by underflow, under a moment that has
+# not; where it matters the step is 1e-9 of eps. The upper keeps a huge gradient from making v infinite for ever.
+LEAST, MOST = 2.0**-113, 2.0**120
 # Bytes of state per parameter, over all parameters of an optimizer, that finer blocks may not exceed.
 BUDGET = 1.1
 # Finer blocks are wanted where sharing one second moment would make the typical step wrong by a tenth.
@@ -103,7 +106,7 @@ def profile(fine: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = fine.double().flatten(0, -2) if fine.dim() > 1 else fine.double()[None]
     mean = rows.mean(1, keepdim=True)
-    live = mean > 0
+    live = mean > 2 * LEAST
     return torch.where(live, rows / torch.where(live, mean, 1.0), 0.0).sum(0), live.sum().double()
 
 

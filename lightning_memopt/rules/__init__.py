@@ -9,6 +9,7 @@ from lightning_memopt.rules.adagrad import AdagradRule
 from lightning_memopt.rules.adam import AdamRule, AdamWRule
 from lightning_memopt.rules.adamw8bit import AdamW8bitRule
 from lightning_memopt.rules.base import COMMON_SCALARS, Rule
+from lightning_memopt.rules.gefen import GefenRule
 from lightning_memopt.rules.lion import LionRule
 from lightning_memopt.rules.nadam import NAdamRule
 from lightning_memopt.rules.radam import RAdamRule
@@ -23,6 +24,7 @@ RULES: dict[type[Optimizer], Rule] = {
         AdamWRule(),
         AdamRule(),
         AdamW8bitRule(),
+        GefenRule(),
         SGDRule(),
         RMSpropRule(),
         AdagradRule(),

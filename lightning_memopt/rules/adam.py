@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_memopt.rules.base import Group, Rule, State
 
@@ -13,8 +14,15 @@ from lightning_memopt.rules.base import Group, Rule, State
 class AdamRule(Rule):
     """m <- m + (1-b1)(g - m);  v <- b2 v + (1-b2) g²;  w <- w - lr/c1 · m / (sqrt(v)/sqrt(c2) + eps)."""
 
-    optimizer = Adam
-    scalar_names = ("one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inv_sqrt_bias2", "eps")
+    optimizer: ClassVar[type[Optimizer]] = Adam
+    scalar_names: ClassVar[tuple[str, ...]] = (
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "step_size",
+        "inv_sqrt_bias2",
+        "eps",
+    )
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""
@@ -37,9 +45,7 @@ class AdamRule(Rule):
             "eps": float(group["eps"]),
         }
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w, exp_avg, exp_avg_sq."""
         m, v = moments
         m.lerp_(g, s["one_minus_beta1"])
@@ -50,5 +56,5 @@ class AdamRule(Rule):
 class AdamWRule(AdamRule):
     """Adam with decoupled weight decay."""
 
-    optimizer = AdamW
+    optimizer: ClassVar[type[Optimizer]] = AdamW
     decoupled = True

@@ -1,0 +1,152 @@
+"""Gefen as a torch optimizer, and the function that makes one of a module's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from lightning_memopt.optim.gefen_learning import HISTOGRAM
+
+# Options of torch's AdamW that choose between its implementations.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+class Gefen(Optimizer):
+    """AdamW with about one byte of state per weight (Gefen, arXiv 2606.13894); AdamW's learning rates carry over.
+
+    The first moment is stored in one byte per weight, by a code that is learned from the first gradients; the second
+    is shared by blocks of up to `max_block` consecutive weights of a row. `lightning_memopt.rules.gefen` lists the
+    state. Vectors, and tensors of fewer than 4096 elements, keep AdamW's float32 moments.
+
+    bf16 weights are rounded stochastically; the random bits depend on `seed`, the step count and the parameter's place
+    in `params` only, so a resumed run takes the same steps.
+
+    Args:
+        params: Parameters or parameter groups; float32, bf16 or float64.
+        lr: Learning rate.
+        betas: Decay of first and second moment.
+        eps: Added to the root of the corrected second moment.
+        weight_decay: Decoupled weight decay.
+        block: Length of all blocks, a power of two; None to choose it for each weight from its first gradient.
+        max_block: Length of blocks by default, a power of two; 64 is the shortest that may be chosen instead, as far as
+            all state stays within 1.1 bytes per parameter.
+        codebook: What is learned of the code: a "curve" of one parameter for each weight, which kernels compute; or
+            the best "table" of 255 values for all weights, which runs in plain torch.
+        rounding: "nearest" rounds bf16 weights to nearest instead.
+        seed: Seed of stochastic rounding.
+
+    Raises:
+        ValueError: An argument out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        block: int | None = None,
+        max_block: int = 128,
+        codebook: Literal["curve", "table"] = "curve",
+        rounding: Literal["stochastic", "nearest"] = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Gefen: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range.")
+        for name, value in (("block", max_block if block is None else block), ("max_block", max_block)):
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"Gefen: {name}={value}; use a power of two from 16 on.")
+        for name, choice, choices in (
+            ("codebook", codebook, ("curve", "table")),
+            ("rounding", rounding, ("stochastic", "nearest")),
+        ):
+            if choice not in choices:
+                raise ValueError(f"Gefen: {name}={choice!r}; use {' or '.join(map(repr, choices))}.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
+        super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on every parameter that holds a gradient; one whose gradient is not finite is left alone."""
+        from lightning_memopt.optim.apply import step_parameters
+        from lightning_memopt.rules.gefen import GefenRule  # rules import the optimizers they stand for
+
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step_parameters(self, GefenRule())
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch. Statistics of gradients that were all zero, which say nothing, are left out."""
+        saved = super().state_dict()
+        for i, state in saved["state"].items():
+            if HISTOGRAM in state and not state[HISTOGRAM].any():
+                saved["state"][i] = {key: state[key] for key in state if not key.endswith(("_histogram", "_fine"))}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch, but codes and scales keep their dtype.
+
+        The state of a ``torch.optim.AdamW`` is taken over as well: its moments are encoded, its groups' options kept.
+
+        Raises:
+            UnsupportedError: The saved state holds codes without the codebook they belong to.
+        """
+        from lightning_memopt.optim.apply import load_exactly
+        from lightning_memopt.rules.gefen import GefenRule
+
+        own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+        own += [{}] * len(state_dict["param_groups"])  # torch tells if there are too many
+        groups = [
+            mine | {key: value for key, value in saved.items() if key not in IMPLEMENTATION}
+            for mine, saved in zip(own, state_dict["param_groups"], strict=False)
+        ]
+        load_exactly(self, GefenRule(), {**state_dict, "param_groups": groups}, super().load_state_dict)
+
+    def load_from_adamw(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the state of a ``torch.optim.AdamW`` over the same parameters, in the same order.
+
+        The code is learned from the first moments, blocks are chosen by the second. Learning rate, betas, eps and
+        decay of the groups are AdamW's.
+
+        Raises:
+            ValueError: `state_dict` is not that of an Adam or AdamW.
+        """
+        if not all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in state_dict["state"].values()):
+            raise ValueError("load_from_adamw: expected the state_dict of torch.optim.AdamW (exp_avg, exp_avg_sq).")
+        self.load_state_dict(state_dict)
+
+
+def gefen(
+    module: nn.Module,
+    lr: float = 1e-3,
+    weight_decay: float = 0.01,
+    no_decay: Iterable[str] = ("bias", "norm"),
+    **options: Any,
+) -> Gefen:
+    """A `Gefen` over the trainable parameters of `module`, for ``configure_optimizers``.
+
+    Args:
+        module: A module.
+        lr: Learning rate of all parameters.
+        weight_decay: Decay of parameters whose name has none of `no_decay` in it.
+        no_decay: Parts of names, in any case, of parameters without decay.
+        options: See `Gefen`.
+    """
+    parts = tuple(part.lower() for part in no_decay)
+    named = [(name.lower(), param) for name, param in module.named_parameters() if param.requires_grad]
+    spared = [any(part in name for part in parts) for name, _ in named]
+    decay = [param for (_, param), spare in zip(named, spared, strict=True) if not spare]
+    rest = [param for (_, param), spare in zip(named, spared, strict=True) if spare]
+    groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+    return Gefen([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay, **options)

@@ -1,0 +1,83 @@
+"""What an optimizer must know of sharded parameters: FSDP2's by rows (DTensor) and FSDP1's flat ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def sharded(tensor: Tensor) -> DTensor | None:
+    """`tensor` if it is a DTensor."""
+    # A DTensor exists only where its module has been imported, which takes a second.
+    if type(tensor) is Tensor or not hasattr(tensor, "device_mesh"):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, by reference."""
+    distributed = sharded(tensor)
+    return tensor if distributed is None else distributed.to_local()
+
+
+def by_rows(param: Tensor, shape: Sequence[int]) -> Tensor:
+    """float32 zeros of `shape`, whose first dimension is that of `param`, sharded as `param` is.
+
+    Raises:
+        UnsupportedError: `param` is sharded, but not by rows only.
+    """
+    distributed = sharded(param)
+    if distributed is None:
+        return torch.zeros(tuple(shape), dtype=torch.float32, device=param.device)
+    from torch.distributed.tensor import DTensor
+
+    placements = distributed.placements
+    if not all(place.is_replicate() or place.is_shard(0) for place in placements):
+        raise UnsupportedError(
+            f"a weight of shape {tuple(param.shape)} is sharded as {placements}; Gefen's blocks lie along rows, so "
+            "its weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."
+        )
+    rows = distributed.to_local().shape[:1]
+    part = torch.zeros((*rows, *shape[1:]), dtype=torch.float32, device=param.device)
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        part, distributed.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def offset(param: Tensor) -> int:
+    """Index, in the whole parameter, of the first element of this rank's rows."""
+    distributed = sharded(param)
+    if distributed is None:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, start = compute_local_shape_and_global_offset(distributed.shape, distributed.device_mesh, distributed.placements)
+    return start[0] * prod(param.shape[1:]) if start else 0
+
+
+def sum_over_ranks(param: Tensor, values: Tensor) -> Tensor:
+    """Sum of the ranks' `values` over those that hold different rows of `param`; in place."""
+    distributed = sharded(param)
+    if distributed is not None:
+        mesh = distributed.device_mesh
+        for dim, place in enumerate(distributed.placements):
+            if place.is_shard():
+                torch.distributed.all_reduce(values, group=mesh.get_group(dim))
+    return values
+
+
+def is_flat_shard(param: Tensor) -> bool:
+    """Whether `param` is a piece of a flattened parameter of FSDP1, which has lost its rows."""
+    return param.dim() == 1 and getattr(param, "_fsdp_flattened", False)

@@ -1,0 +1,270 @@
+"""Gefen (arXiv 2606.13894): AdamW with one byte per weight of first moment and one number per block of second moment.
+
+    v_b <- b2 v_b + (1-b2) mean over block b of g²
+    m   <- decoded code + (1-b1)(g - decoded code)
+    w   <- w - lr/c1 · m / (sqrt(v_b)/sqrt(c2) + eps),  then m is encoded again
+
+State of a weight [rows, columns] in blocks of B (`lightning_memopt.optim.gefen_blocks`):
+
+    exp_avg         uint8    shape of the weight; code c in [-127, 127] as a two's complement byte, 0 is zero
+    exp_avg_scale   float32  [rows, columns / B], largest |m| of the block as last encoded
+    exp_avg_sq      float32  [rows, columns / B]
+    codebook        float32  on the CPU: [], bend k of the curve c / (127 (1+k) - k |c|), which the scale multiplies;
+                             or on the weight's device: [256], the value of each byte
+
+The update uses m before it is encoded. While the codebook is being learned the state holds two more tensors, which
+`lightning_memopt.optim.gefen_learning` turns into codebook and block length before the next step:
+
+    exp_avg_histogram  int64    [block lengths to choose from, bins]
+    exp_avg_sq_fine    float32  [rows, columns / 64], mean of the squared gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.optim import gefen_learning as learning
+from lightning_memopt.optim.codebook import BINS, LEVELS, START_BEND, count
+from lightning_memopt.optim.gefen import Gefen
+from lightning_memopt.optim.gefen_blocks import LEAST, MOST, Blocks, per_block
+from lightning_memopt.optim.gefen_learning import CODEBOOK
+from lightning_memopt.optim.shards import by_rows, is_flat_shard, local
+from lightning_memopt.rules.adam import AdamWRule
+from lightning_memopt.rules.base import Group, State
+from lightning_memopt.rules.storage import Dense, Rounder, Storage
+from lightning_memopt.rules.storage_8bit import TINY
+
+# Smaller tensors and vectors (biases, norms) keep AdamW's moments: they weigh nothing and are the most sensitive.
+MIN_ELEMENTS = 4096
+
+
+def encode(x: Tensor, scale: Tensor, codebook: Tensor) -> Tensor:
+    """Bytes of float32 `x`, |x| <= scale; zero stays zero."""
+    if codebook.dim():
+        levels = codebook[:LEVELS]
+        middles = (levels[1:] + levels[:-1]) / 2
+        magnitude = torch.bucketize(x.abs() / scale, middles).float()
+    else:
+        bend = codebook.to(x.device)
+        magnitude = ((LEVELS - 1) * (1 + bend) * x.abs() / (scale + bend * x.abs()) + 0.5).floor()
+    return magnitude.copysign(x).to(torch.int8).view(torch.uint8)
+
+
+def decode(code: Tensor, scale: Tensor, codebook: Tensor) -> Tensor:
+    """Inverse of `encode` up to rounding, float32."""
+    if codebook.dim():
+        return codebook[code.int()] * scale
+    c, bend = code.view(torch.int8).float(), codebook.to(code.device)
+    return c * scale / ((LEVELS - 1) * (1 + bend) - bend * c.abs())
+
+
+@dataclass(frozen=True)
+class LearnedCodes(Storage):
+    """The first moment.
+
+    Attributes:
+        block: Block length of a fresh state.
+        options: Block lengths that may replace it.
+    """
+
+    block: int
+    options: tuple[int, ...]
+
+    @property
+    def scale_name(self) -> str:
+        """Key of the scales."""
+        return f"{self.name}_scale"
+
+    def entries(self) -> tuple[str, ...]:
+        """Codes, scales, codebook."""
+        return (self.name, self.scale_name, CODEBOOK)
+
+    def create(self, param: Tensor) -> dict[str, Tensor]:
+        """Zeros, under the start-up curve."""
+        return {
+            self.name: torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.contiguous_format),
+            self.scale_name: by_rows(param, per_block(param.shape, self.block)),
+            CODEBOOK: torch.tensor(START_BEND, dtype=torch.float32),
+        }
+
+    def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
+        """Rows of codes and scales; codebook and histogram are the whole weight's."""
+        views = {key: state[key][start:stop] for key in (self.name, self.scale_name)}
+        return views | {key: state[key] for key in (CODEBOOK, learning.HISTOGRAM) if key in state}
+
+    def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """Decode in float32."""
+        code, scale = state[self.name], state[self.scale_name]
+        spread = Blocks.of(code, scale).join(scale.view(-1, scale.shape[-1], 1), code.shape)
+        return decode(code, spread, state[CODEBOOK]).to(dtype)
+
+    def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
+        """New scales, then new codes, to nearest."""
+        code, scale = state[self.name], state[self.scale_name]
+        blocks = Blocks.of(code, scale)
+        split = blocks.split(moment.float())
+        largest = split.abs().amax(2, keepdim=True).clamp_(min=TINY)
+        scale.copy_(largest.view(scale.shape))
+        code.copy_(blocks.join(encode(split, largest, state[CODEBOOK]), code.shape))
+
+    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """As saved; a moment that was kept whole is learned from like a first gradient.
+
+        Raises:
+            UnsupportedError: Codes without their codebook, or of another shape.
+        """
+        moment = saved[self.name]
+        if moment.is_floating_point():
+            state = self.create(param)
+            own = {key: local(value) for key, value in state.items()}
+            moment = local(moment).to(own[self.name].device, torch.float32)
+            if self.learns(own):
+                self.learn(own, moment)
+                state[learning.HISTOGRAM] = own[learning.HISTOGRAM]
+            self.save(own, moment, None)
+            return state
+        missing = [key for key in self.entries() if key not in saved]
+        if missing:
+            raise UnsupportedError(
+                f"the saved Gefen state of a weight of shape {tuple(param.shape)} has codes in '{self.name}' but no "
+                f"{' and no '.join(map(repr, missing))}: what the codes mean is lost. Load a checkpoint that has all "
+                "of the optimizer's state, or start with a fresh optimizer."
+            )
+        if moment.shape != param.shape:
+            raise UnsupportedError(
+                f"the saved Gefen codes have shape {tuple(moment.shape)}, the weight {tuple(param.shape)}. State of "
+                "flat shards (strategy 'fsdp') belongs to one model, wrapping and world size."
+            )
+        keys = [*self.entries(), *(key for key in (learning.HISTOGRAM,) if key in saved)]
+        state = {key: saved[key].detach().to(param.device, copy=True) for key in keys}
+        if not state[CODEBOOK].dim():
+            state[CODEBOOK] = state[CODEBOOK].cpu()
+        return state
+
+    def learns(self, state: MutableMapping[str, Any]) -> bool:
+        """Until the start-up curve is replaced."""
+        if not learning.is_learning(state):
+            return False
+        if learning.HISTOGRAM not in state:
+            shape = (len(self.options), BINS)
+            state[learning.HISTOGRAM] = torch.zeros(shape, dtype=torch.int64, device=state[self.name].device)
+        return True
+
+    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
+        """Count the magnitudes of the gradient in units of each block's largest, for every block length."""
+        for histogram, block in zip(state[learning.HISTOGRAM], self.options, strict=True):
+            blocks = Blocks.of(g, g.new_empty(per_block(g.shape, block)))
+            split = blocks.split(g.float()).abs_()
+            histogram += count(split / split.amax(2, keepdim=True).clamp_(min=TINY))
+
+
+@dataclass(frozen=True)
+class BlockMean(Storage):
+    """The second moment, one float32 per block.
+
+    Attributes:
+        block: Block length of a fresh state.
+        finest: Shortest block length that may replace it.
+    """
+
+    block: int
+    finest: int
+
+    def create(self, param: Tensor) -> dict[str, Tensor]:
+        """Zeros."""
+        return {self.name: by_rows(param, per_block(param.shape, self.block))}
+
+    def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
+        """Rows of what is there."""
+        return {key: state[key][start:stop] for key in (self.name, learning.FINE) if key in state}
+
+    def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """Every weight's copy of its block's value, so that the rule need not know of blocks."""
+        return self._spread(state, state[self.name]).to(dtype)
+
+    def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
+        """One of the copies."""
+        mean = state[self.name]
+        mean.copy_(Blocks.of(moment, mean).split(moment)[:, :, 0].view(mean.shape))
+
+    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """As saved; the mean over each block of a moment that was kept whole."""
+        saved_keys = [key for key in (self.name, learning.FINE) if key in saved]
+        state = {key: saved[key].detach().to(param.device, torch.float32, copy=True) for key in saved_keys}
+        whole = local(state[self.name])
+        if state[self.name].shape == param.shape:
+            state = self.create(param)
+            _write_mean(local(state[self.name]), whole)
+            if self.finest < self.block:
+                state[learning.FINE] = whole.new_empty(per_block(whole.shape, self.finest))
+                _write_mean(state[learning.FINE], whole)
+        return state
+
+    def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
+        """The mean over each block, within bounds."""
+        mean = state[self.name]
+        blocks = Blocks.of(g2, mean)
+        return self._spread(state, blocks.mean(g2).clamp_(LEAST, MOST).view(mean.shape))
+
+    def learns(self, state: MutableMapping[str, Any]) -> bool:
+        """Until the block length is chosen, if there is a choice."""
+        if self.finest == self.block or not learning.is_learning(state):
+            return False
+        if learning.FINE not in state:
+            mean = state[self.name]
+            columns = Blocks.of(state["exp_avg"], mean).columns
+            shape = (*mean.shape[:-1], -(-columns // self.finest))
+            state[learning.FINE] = torch.zeros(shape, dtype=torch.float32, device=mean.device)
+        return True
+
+    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
+        """The same mean over the finest blocks."""
+        _write_mean(state[learning.FINE], g.float().square())
+
+    def _spread(self, state: Mapping[str, Any], values: Tensor) -> Tensor:
+        code = state["exp_avg"]
+        return Blocks.of(code, values).join(values.view(-1, values.shape[-1], 1), code.shape)
+
+
+def _write_mean(means: Tensor, x: Tensor) -> None:
+    means.copy_(Blocks.of(x, means).mean(x).clamp_(LEAST, MOST).view(means.shape))
+
+
+class GefenRule(AdamWRule):
+    """AdamW's rule on `LearnedCodes` and `BlockMean`."""
+
+    optimizer = Gefen
+    scalar_names = (*AdamWRule.scalar_names, "bend")
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Use what the last step learned."""
+        learning.finish(optimizer, self)
+
+    def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:
+        """Codes and block means for matrices, whole moments for what is too small to gain."""
+        flat = is_flat_shard(param)
+        if not flat and (param.dim() < 2 or param.numel() < MIN_ELEMENTS):
+            whole = torch.float64 if param.dtype == torch.float64 else torch.float32
+            return (Dense("exp_avg", whole), Dense("exp_avg_sq", whole, slow=True))
+        options = learning.options(group, flat)
+        return (LearnedCodes("exp_avg", options[0], options), BlockMean("exp_avg_sq", options[0], options[-1]))
+
+    def scalars(self, group: Group, state: State) -> dict[str, float]:
+        """AdamW's, and the bend of the curve; 0 where there is none."""
+        return super().scalars(group, state) | {"bend": _bend(state)}
+
+    def cache_key(self, state: State) -> tuple[float, ...]:
+        """Step and bend."""
+        return (*super().cache_key(state), _bend(state))
+
+
+def _bend(state: State) -> float:
+    codebook = state.get(CODEBOOK)
+    return float(codebook) if codebook is not None and not codebook.dim() else 0.0
