@@ -26,7 +26,7 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
     weight, scalars, rule = update.weight, update.scalars, update.rule
     dtype = compute_dtype(weight)
     g = grad.to(dtype)
-    if not torch.isfinite(g).all():
+    if not (g.abs() < rule.limit).all():
         return False
     if update.coefficient is not None:
         g = g * update.coefficient
@@ -48,9 +48,7 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
             storage.learn(update.state, g)
     rule.update(w, g, g2, moments, scalars)
     stochastic = update.rounding == "stochastic"
-    rounder = (
-        partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
-    )
+    rounder = partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
     for storage, moment in zip(update.storage, moments, strict=True):
         storage.save(update.state, moment, rounder)
     if w is not weight:

@@ -111,7 +111,12 @@ def load_exactly(
         load: The base class's bound ``load_state_dict``.
     """
     whole: Mapping[Any, Mapping[str, Any]] = saved["state"]
-    only_steps = {i: {"step": entry["step"]} for i, entry in whole.items() if "step" in entry}
+    # A copy, as steps are counted in place; on the CPU, whatever implementation of torch's counted them.
+    only_steps = {
+        i: {"step": torch.as_tensor(entry["step"]).to("cpu", torch.float32, copy=True)}
+        for i, entry in whole.items()
+        if "step" in entry
+    }
     load({**saved, "state": only_steps})
     numbers = (i for group in saved["param_groups"] for i in group["params"])
     for group in optimizer.param_groups:

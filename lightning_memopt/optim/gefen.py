@@ -59,8 +59,8 @@ class Gefen(Optimizer):
     ) -> None:
         if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Gefen: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range.")
-        for name, value in (("block", max_block if block is None else block), ("max_block", max_block)):
-            if value < 16 or value & (value - 1):
+        for name, value in (("block", block), ("max_block", max_block)):
+            if value is not None and (value < 16 or value & (value - 1)):
                 raise ValueError(f"Gefen: {name}={value}; use a power of two from 16 on.")
         for name, choice, choices in (
             ("codebook", codebook, ("curve", "table")),

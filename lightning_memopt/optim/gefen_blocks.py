@@ -22,9 +22,9 @@ from torch import Tensor
 ROW = 128
 # The shortest block that is looked for. Codes, scale and second moment then take 1 + 8/64 bytes per weight.
 FINEST = 64
-# Bounds of a block's mean squared gradient. The lower keeps v from vanishing, by underflow, under a moment that has
-# not; where it matters the step is 1e-9 of eps. The upper keeps a huge gradient from making v infinite for ever.
-LEAST, MOST = 2.0**-113, 2.0**120
+# Least mean squared gradient of a block: v never vanishes, by underflow, under a moment that has not. Its root is a
+# billionth of the usual eps.
+LEAST = 2.0**-113
 # Bytes of state per parameter, over all parameters of an optimizer, that finer blocks may not exceed.
 BUDGET = 1.1
 # Finer blocks are wanted where sharing one second moment would make the typical step wrong by a tenth.

@@ -29,6 +29,8 @@ State = dict[str, Any]
 
 # Columns shared by all rules in a parameter's row of device scalars; a rule's own scalars follow.
 COMMON_SCALARS = ("scale", "clip", "l2", "decay")
+# State entries that count: read on the host at the start of each step.
+COUNTERS = ("step", "mu_product")
 # Moments that bf16 to nearest would freeze; see `Dense.slow`.
 SLOW_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 
@@ -40,12 +42,14 @@ class Rule:
         optimizer: The optimizer class this rule stands for.
         scalar_names: Names of the rule's own per-step scalars, in the order the kernels read them.
         decoupled: Whether weight decay multiplies the weight (AdamW) instead of joining the gradient (Adam).
+        limit: Gradient elements of this magnitude or more are treated as those that are not finite.
         refused: Group options that must be falsy, each with what to do instead.
     """
 
     optimizer: ClassVar[type[Optimizer]]
     scalar_names: ClassVar[tuple[str, ...]]
     decoupled: ClassVar[bool] = False
+    limit: ClassVar[float] = float("inf")
     refused: ClassVar[Mapping[str, str]] = {
         "amsgrad": "set amsgrad=False (the running maximum is a third moment this rule does not keep)",
         "capturable": "set capturable=False (the step count is handled by the strategy)",
@@ -81,14 +85,22 @@ class Rule:
 
     def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
         """The state torch's optimizer would hold before its first step on `param`."""
-        state: State = {"step": torch.zeros((), dtype=torch.float32, device=self.step_device(param, group))}
+        state: State = {"step": torch.zeros((), dtype=torch.float32)}
         for moment in storage:
             state.update(moment.create(param))
         return state
 
-    def step_device(self, param: Tensor, group: Group) -> torch.device:
-        """Torch keeps the step count on the CPU, except for its ``fused`` implementations."""
-        return param.device if group.get("fused") else torch.device("cpu")
+    @staticmethod
+    def counters(state: State) -> State:
+        """Copies of the 0-dimensional entries that count steps.
+
+        They live on the CPU, where `scalars` reads them without waiting for a device; those that a checkpoint or
+        Lightning moved to one are brought back.
+        """
+        for key in COUNTERS:
+            if key in state and state[key].device.type != "cpu":
+                state[key] = state[key].cpu()
+        return {key: state[key].clone() for key in COUNTERS if key in state}
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """The rule's own scalars for the update about to be taken, in float64, under `scalar_names`."""
@@ -102,9 +114,7 @@ class Rule:
         """Count one update that was taken."""
         state["step"] += 1
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """Take one step in place on `w` and `moments`: the reference every kernel is tested against.
 
         Args:

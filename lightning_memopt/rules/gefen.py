@@ -33,7 +33,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim import gefen_learning as learning
 from lightning_memopt.optim.codebook import BINS, LEVELS, START_BEND, count
 from lightning_memopt.optim.gefen import Gefen
-from lightning_memopt.optim.gefen_blocks import LEAST, MOST, Blocks, per_block
+from lightning_memopt.optim.gefen_blocks import LEAST, Blocks, per_block
 from lightning_memopt.optim.gefen_learning import CODEBOOK
 from lightning_memopt.optim.shards import by_rows, is_flat_shard, local
 from lightning_memopt.rules.adam import AdamWRule
@@ -208,10 +208,10 @@ class BlockMean(Storage):
         return state
 
     def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
-        """The mean over each block, within bounds."""
+        """The mean over each block, never zero."""
         mean = state[self.name]
         blocks = Blocks.of(g2, mean)
-        return self._spread(state, blocks.mean(g2).clamp_(LEAST, MOST).view(mean.shape))
+        return self._spread(state, blocks.mean(g2).clamp_(min=LEAST).view(mean.shape))
 
     def learns(self, state: MutableMapping[str, Any]) -> bool:
         """Until the block length is chosen, if there is a choice."""
@@ -230,11 +230,12 @@ class BlockMean(Storage):
 
     def _spread(self, state: Mapping[str, Any], values: Tensor) -> Tensor:
         code = state["exp_avg"]
-        return Blocks.of(code, values).join(values.view(-1, values.shape[-1], 1), code.shape)
+        # The rule writes in place, so every weight needs an element of its own.
+        return Blocks.of(code, values).join(values.view(-1, values.shape[-1], 1), code.shape).contiguous()
 
 
 def _write_mean(means: Tensor, x: Tensor) -> None:
-    means.copy_(Blocks.of(x, means).mean(x).clamp_(LEAST, MOST).view(means.shape))
+    means.copy_(Blocks.of(x, means).mean(x).clamp_(min=LEAST).view(means.shape))
 
 
 class GefenRule(AdamWRule):
@@ -242,6 +243,8 @@ class GefenRule(AdamWRule):
 
     optimizer = Gefen
     scalar_names = (*AdamWRule.scalar_names, "bend")
+    # The square of a larger one, summed over a block, would make the second moment of all its weights infinite for ever.
+    limit = 2.0**55
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Use what the last step learned."""
