@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,15 @@ class Norms:
 
 
 @torch.no_grad()
-def gradient_norms(slots: Sequence[Slot]) -> Norms:
-    """Norms of what waits in `slots`, each formed without forming a weight gradient from its factors."""
+def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = lambda squares: squares) -> Norms:
+    """Norms of what waits in `slots`, each formed without forming a weight gradient from its factors.
+
+    Args:
+        slots: Parameters with a gradient.
+        total: Adds up squared norms, one per parameter, over ranks that hold different parts of each.
+    """
     device = slots[0].param.device
-    each = {}
+    squares = []
     for slot in slots:
         slot.hold_gradient()
         stored = slot.buffer
@@ -63,5 +68,7 @@ def gradient_norms(slots: Sequence[Slot]) -> Norms:
         elif slot.grad is not None:
             stored = stored.add_(slot.grad)
             slot.grad = None
-        each[slot.name] = squared_norm(slot.factors, stored, compute_dtype(slot.param)).sqrt()
-    return Norms(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in each.values()])), each)
+        square = squared_norm(slot.factors, stored, compute_dtype(slot.param))
+        squares.append(square.to(device) * slot.mean**2)
+    norms = total(torch.stack(squares)).sqrt()
+    return Norms(torch.linalg.vector_norm(norms), dict(zip((slot.name for slot in slots), norms, strict=True)))

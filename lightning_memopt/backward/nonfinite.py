@@ -19,10 +19,15 @@ class NonFiniteReports:
 
     The reference tells at once. GPU kernels set a flag on the device, which is copied to the host without waiting and
     looked at when a later step begins, so the error may come a step or two late; the weights are sound either way.
+
+    Args:
+        mode: Raise or count.
+        together: Look at a step's flags two steps later, whether they have arrived or not: ranks that share flags must
+            not raise at different steps.
     """
 
-    def __init__(self, mode: NonFinite) -> None:
-        self.mode = mode
+    def __init__(self, mode: NonFinite, together: bool = False) -> None:
+        self.mode, self.together = mode, together
         self.skipped = 0
         self._flags: deque[tuple[int, Sequence[str], Tensor, torch.cuda.Event]] = deque()
 
@@ -49,12 +54,15 @@ class NonFiniteReports:
 
     def poll(self, wait: bool = False) -> None:
         """Report the flags that have arrived; with `wait`, all of them."""
-        while self._flags and (wait or self._flags[0][3].query()):
+        while self._flags and (wait or self._due()):
             step, names, host, event = self._flags.popleft()
             event.synchronize()
             for name, flag in zip(names, host.tolist(), strict=True):
                 if flag:
                     self.report(name, step)
+
+    def _due(self) -> bool:
+        return len(self._flags) > 1 if self.together else self._flags[0][3].query()
 
     def clear(self) -> None:
         """Forget flags that have not arrived."""

@@ -38,9 +38,9 @@ class StepScalars:
         """
         cache: dict[tuple[object, ...], Mapping[str, float]] = {}
         for slot in slots:
-            key = (id(slot.group), *slot.rule.cache_key(slot.state))
+            key = (id(slot.group), slot.mean, *slot.rule.cache_key(slot.state))
             if key not in cache:
-                scale = -1.0 if slot.group.get("maximize") else 1.0
+                scale = -slot.mean if slot.group.get("maximize") else slot.mean
                 common = {"scale": scale, "clip": float("inf") if clip is None else clip}
                 common |= slot.rule.common_scalars(slot.group)
                 cache[key] = common | slot.rule.scalars(slot.group, slot.state)

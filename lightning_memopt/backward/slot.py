@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class Slot:
         factors: (dY, x) of uses whose backward has run; x by reference.
         buffer: float32 (float64) sum of folded factors, shape of the weight.
         updated: The step's update has been taken.
+        mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
+        offset: Index of `weight`'s first element in the whole parameter.
         scalars, key, row, row_key, nonfinite: See `lightning_memopt.kernels.Update`.
     """
 
@@ -56,6 +58,23 @@ class Slot:
     row: Tensor | None = None
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
+    mean: float = 1.0
+    offset: int = 0
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """What layers and autograd use: the parameter itself, unless the optimizer holds a shard of it."""
+        return self.param
+
+    @property
+    def weight(self) -> Tensor:
+        """What an update writes."""
+        return self.param.detach()
+
+    @property
+    def update_state(self) -> MutableMapping[str, Any]:
+        """The state as an update of `weight` sees it."""
+        return self.state
 
     @property
     def state(self) -> dict[str, Any]:
@@ -113,16 +132,16 @@ class Slot:
         """
         if not self.factors:
             return False
-        dtype = compute_dtype(self.param)
+        weight, dtype = self.weight, compute_dtype(self.param)
         held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
-        limit = self.param.numel() * dtype.itemsize
+        limit = weight.numel() * dtype.itemsize
         if held <= limit and self.buffer is None and not always:
             return False
         self._check_inputs()
         first = self.buffer is None
         if self.buffer is None:
-            self.buffer = torch.zeros(self.param.shape, dtype=dtype, device=self.param.device)
-        rows = max(1, SLAB_ELEMENTS // max(1, self.param.shape[1]))
+            self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        rows = max(1, SLAB_ELEMENTS // max(1, weight.shape[1]))
         for start, stop, slab in slabs(self.factors, None, dtype, rows):
             self.buffer[start:stop] += slab
         self.factors, self.versions = [], []

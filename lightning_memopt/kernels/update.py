@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Update:
 
     name: str
     weight: Tensor
-    state: dict[str, Any]
+    state: MutableMapping[str, Any]
     rule: Rule
     tile: str
     storage: tuple[Storage, ...]

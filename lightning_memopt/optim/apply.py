@@ -35,6 +35,7 @@ class _Target:
     row: Tensor | None = None
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
+    mean: float = 1.0
 
 
 def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
