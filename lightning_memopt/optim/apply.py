@@ -118,7 +118,9 @@ def load_exactly(
         for i, entry in whole.items()
         if "step" in entry
     }
-    load({**saved, "state": only_steps})
+    # Options that the saving optimizer did not have keep their defaults.
+    groups = [{**optimizer.defaults, **group} for group in saved["param_groups"]]
+    load({**saved, "state": only_steps, "param_groups": groups})
     numbers = (i for group in saved["param_groups"] for i in group["params"])
     for group in optimizer.param_groups:
         for param, i in zip(group["params"], numbers, strict=False):

@@ -1,0 +1,85 @@
+"""The portable kernels compile for GPUs that are not here, and keep their tiles in registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from kernel_cases import INTERPRETED
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+# A100, Hopper, data centre and consumer Blackwell.
+CAPABILITIES = [80, 90, 100, 120]
+MOMENTS = {"bf16": ("*bf16", (0, 1)), "codes": ("*u8", (2, 3))}
+GRADIENTS = {
+    "flat": {"grad": "*bf16", "total": "i64", "columns": "i32"},
+    "fused_triton": {
+        "dy": "*bf16", "x": "*bf16", "grad": "*bf16", "rows": "i32", "columns": "i32", "tokens": "i32",
+        "dy_token": "i32", "dy_row": 1, "x_token": "i32", "x_column": 1, "grad_row": "i32", "grad_column": 1,
+    },
+    "embedding_triton": {
+        "order": "*i64", "bounds": "*i64", "dy": "*bf16", "rows": "i32", "columns": "i32", "padding": "i32",
+        "dy_token": "i32", "dy_column": 1,
+    },
+}  # fmt: skip
+
+
+def compile_kernel(module: str, moments: str, capability: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_memopt.kernels import embedding_triton, flat, fused_triton, tiles
+    from lightning_memopt.rules.storage_8bit import BLOCK
+
+    kernel, constants, warps = {
+        "flat": (flat.flat_update, {"RAGGED": False, "BLOCKS": flat.BLOCKS}, 4),
+        "fused_triton": (
+            fused_triton.weight_gradient_update,
+            {
+                "STORED": False, "PRECISION": "ieee", "TOKENS": 32,
+                **{name: getattr(fused_triton, name) for name in ("ROWS", "BAND", "PARTS")},
+            },
+            8,
+        ),
+        "embedding_triton": (
+            embedding_triton.embedding_update,
+            {"ROWS": embedding_triton.ROWS, "TOKENS": embedding_triton.TOKENS},
+            4,
+        ),
+    }[module]  # fmt: skip
+    pointer, kinds = MOMENTS[moments]
+    signature = GRADIENTS[module] | {
+        "w": "*bf16", "values": (pointer,) * 2, "scales": ("*fp32",) * 2, "row": "*fp32", "key": "*i32",
+        "nonfinite": "*i32", "offset": "i32",
+    }  # fmt: skip
+    constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "BLOCK": BLOCK}
+    constants |= {name: value for name, value in signature.items() if isinstance(value, int)}
+    divisible = [["tt.divisibility", 16]]
+    types, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name], values[(i,)] = "constexpr", constants[name]
+            continue
+        types[name] = signature[name]
+        places = [(i, j) for j in range(2)] if isinstance(signature[name], tuple) else [(i,)]
+        attributes |= dict.fromkeys(places, divisible) if name != "offset" else {}
+    source = ASTSource(kernel, types, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("module", GRADIENTS)
+def test_compiles_without_spilling_tiles(module, moments, capability, tmp_path) -> None:
+    compiled = compile_kernel(module, moments, capability)
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    assert int(stack) <= 32, usage  # bytes per thread: a few scalars, no part of a tile
+    assert compiled.metadata.shared <= 99 * 1024  # what a block may use on consumer GPUs

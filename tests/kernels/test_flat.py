@@ -1,0 +1,112 @@
+"""The flat update kernel against the reference: every rule, format and shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import BF16, DEVICES, F32, INTERPRETED, RULES, check, gradient, make_update, twin
+
+from lightning_memopt.kernels import reference
+
+flat = pytest.importorskip("lightning_memopt.kernels.flat", exc_type=ImportError)
+pytestmark = [pytest.mark.parametrize("device", DEVICES)]
+
+
+def step_both(update, grad) -> None:
+    expected = twin(update)
+    assert reference.apply_gradient(expected, grad.double())
+    flat.apply_gradient(update, grad)
+    check(update, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_every_rule_and_format(rule, dtype, moment_dtype, rounding, device) -> None:
+    torch.manual_seed(0)
+    update = make_update(rule, (33, 130), device, dtype, moment_dtype, rounding)
+    step_both(update, gradient((33, 130), device))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("shape", [(1,), (), (129,), (33, 128), (65, 64), (40, 200), (16, 32, 3, 3), (5000, 1), (0, 4)])
+def test_shapes(rule, shape, device) -> None:
+    torch.manual_seed(1)
+    step_both(make_update(rule, shape, device), gradient(shape, device))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_narrow_gradient(dtype, device) -> None:
+    torch.manual_seed(2)
+    step_both(make_update("adamw", (9, 70), device), gradient((9, 70), device).to(dtype))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+def test_strided_tensors(rule, device) -> None:
+    torch.manual_seed(3)
+    update = make_update(rule, (64, 96), device)
+    # The twin keeps row-major order: neither strides nor the copies they need may change a result.
+    expected = twin(update)
+    weight = update.weight.t().contiguous().t()
+    grad = gradient((64, 192), device)[:, ::2]
+    reference.apply_gradient(expected, grad.double())
+    moved = twin(update, None)
+    moved.weight = weight
+    flat.apply_gradient(moved, grad)
+    torch.testing.assert_close(weight.double(), expected.weight, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd-momentum"])
+def test_value_clipping(rule, device) -> None:
+    torch.manual_seed(4)
+    step_both(make_update(rule, (9, 70), device, clip=0.1), gradient((9, 70), device))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "lion"])
+def test_stochastic_rounding_has_the_reference_bits(rule, device) -> None:
+    torch.manual_seed(5)
+    update = make_update(rule, (40, 200), device, BF16)
+    expected, grad = twin(update, None), gradient((40, 200), device)
+    reference.apply_gradient(expected, grad)
+    flat.apply_gradient(update, grad)
+    for actual, wanted in [(update.weight, expected.weight)] + [
+        (update.state[s.name], expected.state[s.name]) for s in update.storage if s.name == "exp_avg_sq"
+    ]:
+        # The last bit of a float32 operation may move a value across a threshold.
+        assert (actual != wanted).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+def test_non_finite_elements_are_left_out(rule, device) -> None:
+    torch.manual_seed(6)
+    update = make_update(rule, (40, 200), device)
+    before, expected = twin(update, None), twin(update)
+    grad = gradient((40, 200), device)
+    bad = torch.rand(40, 200, device=device) < 0.05
+    reference.apply_gradient(expected, grad.masked_fill(bad, 0).double())
+    values = torch.tensor([float("nan"), float("inf"), -float("inf")], device=device)
+    flat.apply_gradient(update, torch.where(bad, values[torch.randint(0, 3, (40, 200))], grad))
+    assert update.nonfinite.item() == 1
+    assert torch.equal(update.weight[bad], before.weight[bad])
+    torch.testing.assert_close(update.weight[~bad].double(), expected.weight[~bad], rtol=2e-5, atol=2e-6)
+    assert all(torch.isfinite(v).all() for v in update.state.values() if v.is_floating_point())
+
+
+def test_two_runs_agree_bitwise(device) -> None:
+    torch.manual_seed(7)
+    first = make_update("adamw8bit", (40, 200), device, BF16)
+    second, grad = twin(first, None), gradient((40, 200), device)
+    flat.apply_gradient(first, grad)
+    flat.apply_gradient(second, grad)
+    assert torch.equal(first.weight, second.weight)
+    assert all(torch.equal(first.state[key], second.state[key]) for key in first.state)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+def test_more_than_two_to_the_31_elements(device) -> None:
+    shape = (2**19 + 3, 4096)
+    update = make_update("sgd", (1, 1), device, BF16, rounding="nearest")
+    update.weight = torch.zeros(shape, dtype=BF16, device=device)
+    flat.apply_gradient(update, torch.ones(shape, dtype=BF16, device=device))
+    wanted = torch.tensor(-0.01, dtype=BF16, device=device)
+    assert (update.weight == wanted).all()
