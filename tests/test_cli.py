@@ -62,9 +62,7 @@ def error_of(capsys, args):
 
 def test_fit_leaves_a_complete_run(workdir):
     main(["fit", *TINY])
-    assert {"config.yaml", "metrics.csv", "loss.png", "last.ckpt", "best.ckpt"} <= {
-        p.name for p in RUN.iterdir()
-    }
+    assert {"config.yaml", "metrics.csv", "loss.png", "last.ckpt", "best.ckpt"} <= {p.name for p in RUN.iterdir()}
     losses = [value for _, value in metrics("train_loss")]
     assert len(losses) == 12
     assert losses[-1] < losses[0]

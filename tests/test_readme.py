@@ -78,9 +78,7 @@ def test_commands_run(workdir, capsys):
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = [
-        line.split()[1] for block in blocks("sh") for line in block.splitlines() if line.startswith("make ")
-    ]
+    targets = [line.split()[1] for block in blocks("sh") for line in block.splitlines() if line.startswith("make ")]
     assert targets == ["train", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)

@@ -49,9 +49,7 @@ class LossPlot(pl.Callback):
         filename: Name of the picture, in the logger's folder.
     """
 
-    def __init__(
-        self, metrics: tuple[str, ...] = ("train_loss", "val_loss"), filename: str = "loss.png"
-    ) -> None:
+    def __init__(self, metrics: tuple[str, ...] = ("train_loss", "val_loss"), filename: str = "loss.png") -> None:
         self.metrics = tuple(metrics)
         self.filename = filename
         self._warned = False
@@ -67,9 +65,7 @@ class LossPlot(pl.Callback):
         curves = {name: curve(rows, name) for name in self.metrics}
         curves = {name: points for name, points in curves.items() if points}
         if not curves:
-            self._warn(
-                f"LossPlot: none of {', '.join(self.metrics)} was logged, so there is nothing to draw."
-            )
+            self._warn(f"LossPlot: none of {', '.join(self.metrics)} was logged, so there is nothing to draw.")
             return
         try:
             from matplotlib.figure import Figure
@@ -80,9 +76,7 @@ class LossPlot(pl.Callback):
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
         for name, points in curves.items():
-            axes.plot(
-                *zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None, markersize=3
-            )
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None, markersize=3)
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(Path(logger.log_dir) / self.filename, dpi=150)
@@ -106,11 +100,7 @@ def read_rows(logger: CSVLogger) -> list[Row]:
         return []
     with path.open(newline="") as file:
         return [
-            {
-                key: int(float(cell)) if key in ("step", "epoch") else float(cell)
-                for key, cell in row.items()
-                if cell
-            }
+            {key: int(float(cell)) if key in ("step", "epoch") else float(cell) for key, cell in row.items() if cell}
             for row in csv.DictReader(file)
         ]
 

@@ -35,9 +35,7 @@ def generate(
     module, data = load_module(ckpt)
     tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
     if tokenizer.vocab_size > module.vocab_size:
-        raise MemOptError(
-            f"The tokenizer has {tokenizer.vocab_size} token ids but the model only {module.vocab_size}."
-        )
+        raise MemOptError(f"The tokenizer has {tokenizer.vocab_size} token ids but the model only {module.vocab_size}.")
     ids = tokenizer.encode(prompt).long()
     if not len(ids):
         if tokenizer.end_id is None:

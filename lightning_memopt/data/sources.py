@@ -51,9 +51,7 @@ def find_files(paths: list[str]) -> list[Path]:
     for entry in paths:
         entry = os.path.expanduser(entry)
         if os.path.isdir(entry):
-            matches = [
-                path for path in Path(entry).rglob("*") if path.suffix in FOLDER_SUFFIXES and path.is_file()
-            ]
+            matches = [path for path in Path(entry).rglob("*") if path.suffix in FOLDER_SUFFIXES and path.is_file()]
             problem = f"the folder {entry} holds no .txt or .jsonl file"
         else:
             # A file whose name has brackets in it is a file, not a pattern.

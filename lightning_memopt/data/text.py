@@ -131,9 +131,7 @@ class TextDataModule(pl.LightningDataModule):
             seed=self.seed,
         )
         # Batches of one shape only, unless that would leave none at all.
-        return self._loader(
-            ResumableLoader, self._train, sampler=sampler, drop_last=len(sampler) >= self.batch_size
-        )
+        return self._loader(ResumableLoader, self._train, sampler=sampler, drop_last=len(sampler) >= self.batch_size)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Batches in order; an empty list when ``val_fraction`` is 0."""

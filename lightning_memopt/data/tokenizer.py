@@ -54,9 +54,7 @@ class HFTokenizer:
             self.inner: Any = transformers.AutoTokenizer.from_pretrained(name_or_path)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise DataError(
-                f"transformers cannot load a tokenizer from {name_or_path!r}: {reason}"
-            ) from error
+            raise DataError(f"transformers cannot load a tokenizer from {name_or_path!r}: {reason}") from error
         self.vocab_size: int = len(self.inner)
         self.end_id: int | None = self.inner.eos_token_id
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.models.linear_cross_entropy import loss_at_head
 
 Schedule = Literal["cosine", "constant"]
 
@@ -56,6 +57,11 @@ class CausalLM(pl.LightningModule):
     @abstractmethod
     def vocab_size(self) -> int:
         """Number of token ids the model knows."""
+
+    @property
+    def loss_head(self) -> nn.Linear | None:
+        """The layer whose output ``forward`` returns as it is, for a loss that never holds all logits; None without."""
+        return None
 
     @abstractmethod
     def generate(
@@ -142,6 +148,9 @@ class CausalLM(pl.LightningModule):
         checkpoint["module_class"] = type(self).__name__
 
     def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.loss_head is not None:
+            with loss_at_head(self.loss_head, batch["targets"]):
+                return self(batch["input_ids"])
         # float32 whatever the weights are: a bf16 sum over thousands of tokens has two digits.
         logits = self(batch["input_ids"]).float()
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())

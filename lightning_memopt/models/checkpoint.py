@@ -69,7 +69,5 @@ def load_module(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
     try:
         module.to(dtype).load_state_dict(weights)
     except RuntimeError as error:
-        raise MemOptError(
-            f"The weights in {path} do not fit the model its hyperparameters describe."
-        ) from error
+        raise MemOptError(f"The weights in {path} do not fit the model its hyperparameters describe.") from error
     return module.eval(), dict(checkpoint.get("datamodule_hyper_parameters", {}))

@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models.causal_lm import CausalLM, Schedule
+
+
+# Architectures whose logits are the output projection of the last hidden states and nothing more: no scale, no soft cap.
+PLAIN_HEADS = frozenset(
+    ("gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
+)
 
 
 class MissingExtraError(MemOptError, ImportError):
@@ -31,6 +37,9 @@ class HFCausalLM(CausalLM):
         architecture: A whole model configuration; when given, ``name_or_path`` is not read and the weights
             are random. Checkpoints fill it in, so that one loads where the original folder is gone.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        chunked_loss: Form the loss a few tokens at a time instead of holding all logits
+            (`lightning_memopt.models.linear_cross_entropy`); has an effect where the architecture's logits are the
+            plain output projection.
         optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
             defaults.
         schedule: Learning rate over the optimizer steps of the whole run, after the warm-up: "cosine" falls
@@ -49,6 +58,7 @@ class HFCausalLM(CausalLM):
         from_config: bool = False,
         architecture: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
+        chunked_loss: bool = True,
         optimizer: OptimizerCallable | None = None,
         schedule: Schedule = "cosine",
         warmup_steps: int = 0,
@@ -57,6 +67,7 @@ class HFCausalLM(CausalLM):
         super().__init__(optimizer, schedule, warmup_steps, min_lr_ratio)
         # The optimizer may be any callable, which a checkpoint that loads safely cannot hold.
         self.save_hyperparameters(ignore=["optimizer"])
+        self.chunked_loss = chunked_loss
         self.net = _build(name_or_path, from_config, architecture)
         if gradient_checkpointing:
             self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -67,6 +78,14 @@ class HFCausalLM(CausalLM):
     def vocab_size(self) -> int:
         """Number of token ids the model knows."""
         return self.net.get_input_embeddings().num_embeddings
+
+    @property
+    def loss_head(self) -> nn.Linear | None:
+        """The output projection, where logits are nothing more."""
+        if not self.chunked_loss or self.net.config.model_type not in PLAIN_HEADS:
+            return None
+        head = self.net.get_output_embeddings()
+        return head if type(head) is nn.Linear else None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, T, V] of ids [B, T]."""

@@ -54,9 +54,7 @@ class Llama(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-            raise ValueError(
-                f"hidden_size={hidden_size} over num_heads={num_heads} must be an even whole number."
-            )
+            raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} must be an even whole number.")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}.")
         intermediate_size = intermediate_size or 32 * -(-hidden_size * 8 // (3 * 32))
@@ -139,8 +137,7 @@ class Decoder(nn.Module):
         self.rope_theta = rope_theta
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(
-            Block(hidden_size, num_heads, num_kv_heads, intermediate_size, norm_eps)
-            for _ in range(num_layers)
+            Block(hidden_size, num_heads, num_kv_heads, intermediate_size, norm_eps) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
 

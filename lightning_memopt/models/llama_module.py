@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models.causal_lm import CausalLM, Schedule
@@ -78,6 +78,11 @@ class LlamaModule(CausalLM):
     def vocab_size(self) -> int:
         """Number of token ids the model knows."""
         return self.net.vocab_size
+
+    @property
+    def loss_head(self) -> nn.Linear:
+        """The output projection."""
+        return self.net.lm_head
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, T, V] of ids [B, T]."""

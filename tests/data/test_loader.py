@@ -37,9 +37,7 @@ def text(tmp_path):
 def run(text, folder, max_steps, ckpt=None, num_workers=0, **kwargs):
     """Batches seen by a run, and its last checkpoint."""
     module = Recorder()
-    save = pl.callbacks.ModelCheckpoint(
-        folder, every_n_train_steps=1, filename="last", enable_version_counter=False
-    )
+    save = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, filename="last", enable_version_counter=False)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=max_steps,

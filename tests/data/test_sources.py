@@ -24,9 +24,7 @@ def test_files_patterns_and_folders(tmp_path):
         path.write_text("x")
 
     def names(*entries):
-        return [
-            path.relative_to(tmp_path).as_posix() for path in find_files([str(tmp_path / e) for e in entries])
-        ]
+        return [path.relative_to(tmp_path).as_posix() for path in find_files([str(tmp_path / e) for e in entries])]
 
     assert names("deep") == ["deep/c.txt", "deep/d.jsonl"]
     assert names("**/*.txt") == ["a.txt", "deep/c.txt", "odd[1].txt"]

@@ -68,9 +68,7 @@ def test_validation_loss_is_the_mean_over_tokens():
     expected = torch.nn.functional.cross_entropy(module(rows).flatten(0, 1), targets.flatten()).item()
     assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
     assert result["val_ppl"] == pytest.approx(math.exp(expected), rel=1e-5)
-    assert trainer().test(module, batches(), verbose=False)[0]["test_loss"] == pytest.approx(
-        expected, rel=1e-5
-    )
+    assert trainer().test(module, batches(), verbose=False)[0]["test_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_default_optimizer_is_adamw():

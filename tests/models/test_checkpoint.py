@@ -7,9 +7,7 @@ from lightning_memopt.models import LlamaModule, load_module
 
 
 def save(module, path):
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path, weights_only=True)
 

@@ -26,13 +26,9 @@ def model_folder(tmp_path_factory):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     special = ["<|end|>"]
-    training = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet
-    )
+    training = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([TEXT], training)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
-        folder
-    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=300,

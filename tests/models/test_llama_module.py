@@ -27,9 +27,7 @@ def test_generation_ends_before_the_stop_token(module):
     free = module.generate(torch.tensor([5]), 10, temperature=0)
     stop = free[4].item()
     first = free.tolist().index(stop)
-    assert (
-        module.generate(torch.tensor([5]), 10, temperature=0, stop_id=stop).tolist() == free[:first].tolist()
-    )
+    assert module.generate(torch.tensor([5]), 10, temperature=0, stop_id=stop).tolist() == free[:first].tolist()
 
 
 def test_top_k_leaves_out_the_rest():
