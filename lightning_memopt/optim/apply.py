@@ -74,12 +74,15 @@ def _step(target: _Target) -> None:
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(f"parameter {target.name} has a sparse gradient; build its layer with sparse=False.")
-    grad = local(grad)
     # The kernels see this rank's rows; what they write is the state's, by reference.
+    weight, grad = local(target.param.detach()), local(grad)
     state = {key: local(value) for key, value in target.state.items()}
+    first = state[target.storage[0].name] if target.storage else weight
+    if first.dim() > weight.dim():  # a flat shard, whose state is kept as one row
+        weight, grad = weight.view(first.shape), grad.view(first.shape)
     update = Update(
         name=target.name,
-        weight=local(target.param.detach()),
+        weight=weight,
         state=state,
         rule=target.rule,
         tile=target.rule.tile(target.group),

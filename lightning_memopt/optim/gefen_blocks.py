@@ -1,12 +1,10 @@
-"""Gefen's blocks: how a weight is cut into them, and how long they are.
+"""Gefen's blocks: how a weight is cut into them, and how many weights share a second moment.
 
-A block is up to B consecutive weights of one row, B a power of two; the last block of a row may be shorter. Blocks
-never cross a row, so a state that is sharded by rows reshards exactly, and they lie inside a tile of the fused kernels.
-A divisor of the row length would do without short blocks, but most divisors fit no kernel, and lengths like 147 or
-50257 have none worth having.
-
-What a row is: the trailing dimensions that together have at least `ROW` weights. That is an output of a linear layer
-or a convolution, a token of an embedding, an output of one expert in a stack of experts.
+A block is up to B consecutive weights of one row, B a power of two; the last block of a row may be shorter. A row is
+what one index of the first dimension selects: an output of a linear layer or a convolution, a token of an embedding.
+Blocks never cross a row, so a state that is sharded by rows reshards exactly, and they lie inside a tile of the fused
+kernels. A divisor of the row length would do without short blocks, but most divisors fit no kernel, and lengths like
+147 or 50257 have none worth having.
 """
 
 from __future__ import annotations
@@ -19,30 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW = 128
-# The shortest block that is looked for. Codes, scale and second moment then take 1 + 8/64 bytes per weight.
+# The shortest block that is looked for.
 FINEST = 64
 # Least mean squared gradient of a block: v never vanishes, by underflow, under a moment that has not. Its root is a
 # billionth of the usual eps.
 LEAST = 2.0**-113
-# Bytes of state per parameter, over all parameters of an optimizer, that finer blocks may not exceed.
+# Bytes of state per parameter, over all parameters of an optimizer, that shorter blocks may not exceed.
 BUDGET = 1.1
-# Finer blocks are wanted where sharing one second moment would make the typical step wrong by a tenth.
+# Shorter blocks are wanted where sharing one second moment would make the typical step wrong by a tenth.
 TOLERANCE = 0.1
 
 
-def leading(shape: Sequence[int]) -> int:
-    """How many leading dimensions number the rows."""
-    dims = max(len(shape) - 1, 0)
-    while dims > 1 and prod(shape[dims:]) < ROW:
-        dims -= 1
-    return dims
-
-
-def per_block(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Shape of a tensor with one element per block."""
-    dims = leading(shape)
-    return (*shape[:dims], -(-prod(shape[dims:]) // block))
+def per_block(shape: Sequence[int], block: int) -> tuple[int, int]:
+    """Shape of a tensor with one element per block: [rows, blocks in a row]."""
+    return shape[0], -(-prod(shape[1:]) // block)
 
 
 @dataclass(frozen=True)
@@ -56,8 +44,8 @@ class Blocks:
     @classmethod
     def of(cls, weight: Tensor, values: Tensor) -> Blocks:
         """From a tensor of the weight's shape and one with an element per block."""
-        rows = prod(values.shape[:-1])
-        return cls(rows, weight.numel() // max(rows, 1), values.shape[-1])
+        rows, count = values.shape
+        return cls(rows, weight.numel() // max(rows, 1), count)
 
     @property
     def block(self) -> int:
@@ -73,9 +61,12 @@ class Blocks:
         return padded.view(self.rows, self.count, self.block)
 
     def join(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Inverse of `split`; a dimension of one in the place of `block` is spread over it."""
-        full = x.expand(self.rows, self.count, self.block).reshape(self.rows, -1)
-        return full[:, : self.columns].reshape(shape)
+        """Inverse of `split`."""
+        return x.reshape(self.rows, -1)[:, : self.columns].reshape(shape)
+
+    def spread(self, values: Tensor, shape: Sequence[int]) -> Tensor:
+        """A fresh tensor of the weight's shape, from one value per block."""
+        return self.join(values[:, :, None].expand(-1, -1, self.block).clone(), shape)
 
     def sizes(self, like: Tensor) -> Tensor:
         """Weights in each block of a row: [count], dtype and device of `like`."""
@@ -87,7 +78,7 @@ class Blocks:
         return self.split(x).sum(2) / self.sizes(x)
 
     def merge(self, values: Tensor, factor: int) -> Tensor:
-        """Means over blocks `factor` times as long, from means over these: [..., ceil(count / factor)]."""
+        """Means over blocks `factor` times as long, from means over these: [rows, ceil(count / factor)]."""
         sizes = self.sizes(values)
         pad = (0, -self.count % factor)
         total = F.pad(values * sizes, pad).unflatten(-1, (-1, factor)).sum(-1)
@@ -98,13 +89,13 @@ def profile(fine: Tensor) -> tuple[Tensor, Tensor]:
     """How the squared gradient is spread along a row, averaged over the rows that have one.
 
     Args:
-        fine: Means of the squared gradient over the finest blocks, [..., count].
+        fine: Means of the squared gradient over the finest blocks, [rows, count].
 
     Returns:
         The sum over rows of each row divided by its own mean, float64 [count], and the number of rows. Rows differ by
         chance; what they have in common is structure. Ranks may add up theirs.
     """
-    rows = fine.double().flatten(0, -2) if fine.dim() > 1 else fine.double()[None]
+    rows = fine.double()
     mean = rows.mean(1, keepdim=True)
     live = mean > 2 * LEAST
     return torch.where(live, rows / torch.where(live, mean, 1.0), 0.0).sum(0), live.sum().double()
@@ -159,7 +150,7 @@ def choose(wishes: Sequence[Wish], room: float) -> list[int]:
     chosen = [wish.options[0] for wish in wishes]
     for i in sorted(range(len(wishes)), key=lambda i: -wishes[i].errors[0]):
         wish = wishes[i]
-        cost = 8 * (prod(per_block(wish.shape, wish.wanted)) - prod(per_block(wish.shape, wish.options[0])))
+        cost = 4 * (prod(per_block(wish.shape, wish.wanted)) - prod(per_block(wish.shape, wish.options[0])))
         if cost <= room:
             chosen[i] = wish.wanted
             room -= cost

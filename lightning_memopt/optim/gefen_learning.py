@@ -36,7 +36,7 @@ from lightning_memopt.optim.gefen_blocks import (
     per_block,
     profile,
 )
-from lightning_memopt.optim.shards import by_rows, local, sum_over_ranks
+from lightning_memopt.optim.shards import as_rows, by_rows, local, sum_over_ranks
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -56,89 +56,81 @@ def is_learning(state: Mapping[str, Any]) -> bool:
     return codebook is not None and not codebook.dim() and float(codebook) == _START
 
 
-def options(group: Mapping[str, Any], flat: bool) -> tuple[int, ...]:
-    """Block lengths to choose from, the default first. A flat shard has no rows to learn from."""
+def options(group: Mapping[str, Any], param: Tensor) -> tuple[int, ...]:
+    """Block lengths of a weight to choose from, the default first. A single row, as a flat shard, has no structure."""
     if group["block"] is not None:
         return (group["block"],)
     longest = group["max_block"]
     lengths = tuple(longest >> i for i in range(longest.bit_length()) if longest >> i >= FINEST)
-    return lengths[:1] if flat else lengths or (longest,)
+    return lengths if lengths and len(param) > 1 else (longest,)
 
 
 @dataclass(eq=False)
 class _Weight:
-    """A weight whose state is to be finished."""
+    """A weight whose state is to be finished, and what the gradients of all ranks say."""
 
     param: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
-    storage: Sequence[Storage]
-    lengths: tuple[int, ...]
-    counts: Tensor | None = None  # float64 [block lengths, bins], over all ranks
-    wish: Wish | None = None
+    moment: Storage
+    counts: Tensor  # float64 [bins]
+    wish: Wish
 
 
 @torch.no_grad()
 def finish(optimizer: Optimizer, rule: Rule) -> None:
     """Replace start-up curves by learned codebooks and default blocks by chosen ones, where a step was taken."""
     weights = [
-        _Weight(param, group, state, rule.storage(param, group, param.dtype), ())
+        _gather(param, group, state, rule.storage(param, group, param.dtype)[0])
         for group in optimizer.param_groups
         for param in group["params"]
         if HISTOGRAM in (state := optimizer.state.get(param, {})) and state["step"] > 0
     ]
-    if not weights:
+    ready = [weight for weight in weights if weight.counts.any() or weight.state["step"] >= PATIENCE]
+    if not ready:
         return
-    for weight in weights:
-        _gather(weight)
-    ready = [w for w in weights if w.counts.sum() > 0 or w.state["step"] >= PATIENCE]  # type: ignore[union-attr]
-    lengths = choose([w.wish for w in ready if w.wish is not None], spare_bytes(optimizer, rule))
     tables = _Tables(optimizer)
-    chosen = list(zip(ready, lengths, strict=True))
-    tables.learn([w.counts[w.lengths.index(n)] for w, n in chosen if w.group[CODEBOOK] == "table"])  # type: ignore[index]
-    for weight, length in chosen:
-        counts = weight.counts[weight.lengths.index(length)]  # type: ignore[index]
+    tables.learn([weight.counts for weight in ready if weight.group[CODEBOOK] == "table"])
+    lengths = choose([weight.wish for weight in ready], spare_bytes(optimizer, rule))
+    for weight, length in zip(ready, lengths, strict=True):
         if weight.group[CODEBOOK] == "table":
-            codebook = tables.on(local(weight.param).device)
+            codebook = tables.on(weight.state["exp_avg"].device)
         else:
-            codebook = torch.tensor(fit_bend(counts.numpy()), dtype=torch.float32)
-        _rewrite(weight, length, codebook)
+            codebook = torch.tensor(fit_bend(weight.counts.numpy()), dtype=torch.float32)
+        _shorten_blocks(weight, length)
+        _encode_anew(weight, codebook)
 
 
-def _gather(weight: _Weight) -> None:
-    """Counts and wish of a weight, from the statistics of all ranks."""
-    param, state = weight.param, weight.state
-    weight.lengths = options(weight.group, param.dim() == 1)
+def _gather(param: Tensor, group: dict[str, Any], state: dict[str, Any], moment: Storage) -> _Weight:
+    """Add up the statistics of ranks that hold different rows."""
+    lengths = options(group, as_rows(param))
     counts = state[HISTOGRAM].double()
     if FINE not in state:
-        weight.counts = sum_over_ranks(param, counts).cpu()
-        weight.wish = Wish(tuple(param.shape), weight.lengths, (0.0,))
-        return
+        counts = sum_over_ranks(param, counts).cpu()
+        return _Weight(param, group, state, moment, counts, Wish(tuple(param.shape), lengths, (0.0,)))
     spread, rows = profile(state[FINE])
-    sums = sum_over_ranks(param, torch.cat([counts.flatten(), spread, rows[None]])).cpu()
-    weight.counts = sums[: counts.numel()].view(counts.shape)
-    spread = sums[counts.numel() : -1] / sums[-1].clamp(min=1)
+    sums = sum_over_ranks(param, torch.cat([counts, spread, rows[None]])).cpu()
+    spread = sums[len(counts) : -1] / sums[-1].clamp(min=1)
     blocks = Blocks.of(local(state["exp_avg"]), state[FINE])
-    errors = tuple(disagreement(spread, blocks, n // weight.lengths[-1]) for n in weight.lengths)
-    weight.wish = Wish(tuple(param.shape), weight.lengths, errors)
+    errors = tuple(disagreement(spread, blocks, length // lengths[-1]) for length in lengths)
+    wish = Wish(tuple(param.shape), lengths, errors)
+    return _Weight(param, group, state, moment, sums[: len(counts)], wish)
 
 
 def spare_bytes(optimizer: Optimizer, rule: Rule) -> float:
-    """Bytes of state that finer blocks may take, over all parameters of the optimizer."""
-    room = 0.0
+    """Bytes of state left in the budget, over all parameters of the optimizer, at their present block lengths."""
+    spare = 0.0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = optimizer.state.get(param, {})
+            taken = 8 * param.numel()
             first = rule.storage(param, group, param.dtype)[0]
-            if CODEBOOK in state:
-                taken = param.numel() + 8 * state["exp_avg_sq"].numel()
-            elif CODEBOOK in first.entries():
-                lengths = options(group, param.dim() == 1)
-                taken = param.numel() + 8 * prod(per_block(param.shape, lengths[0]))
-            else:
-                taken = 8 * param.numel()
-            room += BUDGET * param.numel() - taken
-    return room
+            if CODEBOOK in first.entries():
+                shape = as_rows(param).shape
+                known = optimizer.state.get(param, {}).get("exp_avg_sq")
+                means = prod(per_block(shape, options(group, as_rows(param))[0])) if known is None else known.numel()
+                taken = param.numel() + 2 * prod(per_block(shape, FINEST)) + 4 * means
+            spare += BUDGET * param.numel() - taken
+    return spare
 
 
 class _Tables:
@@ -162,26 +154,28 @@ class _Tables:
         return self.copies[device]
 
 
-def _rewrite(weight: _Weight, length: int, codebook: Tensor) -> None:
-    """Encode the first moment by `codebook` in blocks of `length` and give each block its second moment."""
-    param, state = weight.param, weight.state
-    moment = weight.storage[0]
-    old = {key: local(state[key]) for key in moment.entries()}
-    state.pop(HISTOGRAM)
+def _shorten_blocks(weight: _Weight, length: int) -> None:
+    """Give blocks of `length` the second moments they would have had."""
+    state, (longest, *_, finest) = weight.state, (*weight.wish.options, weight.wish.options[-1])
     fine = state.pop(FINE, None)
-    if length != weight.lengths[0]:
-        state["exp_avg_scale"] = by_rows(param, per_block(param.shape, length))
-        blocks, coarse = Blocks.of(old["exp_avg"], fine), local(state["exp_avg_sq"])
-        shorter = blocks.merge(fine, length // weight.lengths[-1])
-        factor = weight.lengths[0] // length
-        whole = Blocks.of(old["exp_avg"], shorter).merge(shorter, factor)
-        ratio = (coarse / whole).repeat_interleave(factor, -1)[..., : shorter.shape[-1]]
-        state["exp_avg_sq"] = by_rows(param, per_block(param.shape, length))
-        local(state["exp_avg_sq"]).copy_(shorter * ratio)
+    if length == longest:
+        return
+    code, coarse = local(state["exp_avg"]), local(state["exp_avg_sq"])
+    short = Blocks.of(code, fine).merge(fine, length // finest)
+    factor = longest // length
+    ratio = coarse / Blocks.of(code, short).merge(short, factor)
+    state["exp_avg_sq"] = by_rows(weight.param, per_block(weight.param.shape, length))
+    local(state["exp_avg_sq"]).copy_(short * ratio.repeat_interleave(factor, 1)[:, : short.shape[1]])
+
+
+def _encode_anew(weight: _Weight, codebook: Tensor) -> None:
+    """Decode the first moment by the start-up curve and encode it by `codebook`, a few rows at a time."""
+    state, moment = weight.state, weight.moment
+    del state[HISTOGRAM]
+    old = {key: local(state[key]) for key in moment.entries()}
     state[CODEBOOK] = codebook
-    new = {key: local(state[key]) for key in moment.entries()}
-    rows = max(len(old["exp_avg"]), 1) if param.dim() == 1 else max(1, REWRITE_ELEMENTS // param[0].numel())
-    for start in range(0, len(old["exp_avg"]), rows):
-        stop = min(start + rows, len(old["exp_avg"]))
-        value = moment.load(moment.rows(old, start, stop), torch.float32)
-        moment.save(moment.rows(new, start, stop), value, None)
+    code = old["exp_avg"]
+    step = max(1, REWRITE_ELEMENTS // max(1, code[:1].numel()))
+    for start in range(0, len(code), step):
+        rows = moment.rows(old, start, min(start + step, len(code)))
+        moment.save(rows | {CODEBOOK: codebook}, moment.load(rows, torch.float32), None)

@@ -31,15 +31,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if distributed is None else distributed.to_local()
 
 
-def by_rows(param: Tensor, shape: Sequence[int]) -> Tensor:
-    """float32 zeros of `shape`, whose first dimension is that of `param`, sharded as `param` is.
+def by_rows(param: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros of `shape`, whose first dimension is that of `param`, sharded as `param` is.
 
     Raises:
         UnsupportedError: `param` is sharded, but not by rows only.
     """
     distributed = sharded(param)
     if distributed is None:
-        return torch.zeros(tuple(shape), dtype=torch.float32, device=param.device)
+        return torch.zeros(tuple(shape), dtype=dtype, device=param.device)
     from torch.distributed.tensor import DTensor
 
     placements = distributed.placements
@@ -49,7 +49,7 @@ def by_rows(param: Tensor, shape: Sequence[int]) -> Tensor:
             "its weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."
         )
     rows = distributed.to_local().shape[:1]
-    part = torch.zeros((*rows, *shape[1:]), dtype=torch.float32, device=param.device)
+    part = torch.zeros((*rows, *shape[1:]), dtype=dtype, device=param.device)
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
         part, distributed.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -81,3 +81,8 @@ def sum_over_ranks(param: Tensor, values: Tensor) -> Tensor:
 def is_flat_shard(param: Tensor) -> bool:
     """Whether `param` is a piece of a flattened parameter of FSDP1, which has lost its rows."""
     return param.dim() == 1 and getattr(param, "_fsdp_flattened", False)
+
+
+def as_rows(param: Tensor) -> Tensor:
+    """`param`, or a flat shard as a single row."""
+    return param.view(1, -1) if is_flat_shard(param) else param

@@ -4,19 +4,19 @@
     m   <- decoded code + (1-b1)(g - decoded code)
     w   <- w - lr/c1 · m / (sqrt(v_b)/sqrt(c2) + eps),  then m is encoded again
 
-State of a weight [rows, columns] in blocks of B (`lightning_memopt.optim.gefen_blocks`):
+State of a weight [rows, columns]:
 
     exp_avg         uint8    shape of the weight; code c in [-127, 127] as a two's complement byte, 0 is zero
-    exp_avg_scale   float32  [rows, columns / B], largest |m| of the block as last encoded
-    exp_avg_sq      float32  [rows, columns / B]
-    codebook        float32  on the CPU: [], bend k of the curve c / (127 (1+k) - k |c|), which the scale multiplies;
+    exp_avg_scale   bf16     [rows, columns / 64], what the code's values are multiplied by; as in `storage_8bit`
+    exp_avg_sq      float32  [rows, columns / B], for blocks of B weights (`lightning_memopt.optim.gefen_blocks`)
+    codebook        float32  on the CPU: [], bend k of the curve c / (127 (1+k) - k |c|);
                              or on the weight's device: [256], the value of each byte
 
 The update uses m before it is encoded. While the codebook is being learned the state holds two more tensors, which
 `lightning_memopt.optim.gefen_learning` turns into codebook and block length before the next step:
 
-    exp_avg_histogram  int64    [block lengths to choose from, bins]
-    exp_avg_sq_fine    float32  [rows, columns / 64], mean of the squared gradient
+    exp_avg_histogram  int64    [bins], magnitudes of the first gradient in units of each scale
+    exp_avg_sq_fine    float32  [rows, columns / 64], means of its square
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lightning_memopt.optim.codebook import BINS, LEVELS, START_BEND, count
 from lightning_memopt.optim.gefen import Gefen
 from lightning_memopt.optim.gefen_blocks import LEAST, Blocks, per_block
 from lightning_memopt.optim.gefen_learning import CODEBOOK
-from lightning_memopt.optim.shards import by_rows, is_flat_shard, local
+from lightning_memopt.optim.shards import as_rows, by_rows, local
 from lightning_memopt.rules.adam import AdamWRule
 from lightning_memopt.rules.base import Group, State
 from lightning_memopt.rules.storage import Dense, Rounder, Storage
-from lightning_memopt.rules.storage_8bit import TINY
+from lightning_memopt.rules.storage_8bit import BLOCK, TINY, Codes, block_scale
 
 # Smaller tensors and vectors (biases, norms) keep AdamW's moments: they weigh nothing and are the most sensitive.
 MIN_ELEMENTS = 4096
@@ -50,11 +50,11 @@ def encode(x: Tensor, scale: Tensor, codebook: Tensor) -> Tensor:
     if codebook.dim():
         levels = codebook[:LEVELS]
         middles = (levels[1:] + levels[:-1]) / 2
-        magnitude = torch.bucketize(x.abs() / scale, middles).float()
+        code = torch.bucketize(x.abs() / scale, middles).float().copysign(x)
     else:
         bend = codebook.to(x.device)
-        magnitude = ((LEVELS - 1) * (1 + bend) * x.abs() / (scale + bend * x.abs()) + 0.5).floor()
-    return magnitude.copysign(x).to(torch.int8).view(torch.uint8)
+        code = ((LEVELS - 1) * (1 + bend) * x / (scale + bend * x.abs())).round()
+    return code.to(torch.int8).view(torch.uint8)
 
 
 def decode(code: Tensor, scale: Tensor, codebook: Tensor) -> Tensor:
@@ -66,21 +66,8 @@ def decode(code: Tensor, scale: Tensor, codebook: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LearnedCodes(Storage):
-    """The first moment.
-
-    Attributes:
-        block: Block length of a fresh state.
-        options: Block lengths that may replace it.
-    """
-
-    block: int
-    options: tuple[int, ...]
-
-    @property
-    def scale_name(self) -> str:
-        """Key of the scales."""
-        return f"{self.name}_scale"
+class LearnedCodes(Codes):
+    """The first moment."""
 
     def entries(self) -> tuple[str, ...]:
         """Codes, scales, codebook."""
@@ -88,9 +75,10 @@ class LearnedCodes(Storage):
 
     def create(self, param: Tensor) -> dict[str, Tensor]:
         """Zeros, under the start-up curve."""
+        param = as_rows(param)
         return {
             self.name: torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.contiguous_format),
-            self.scale_name: by_rows(param, per_block(param.shape, self.block)),
+            self.scale_name: by_rows(param, per_block(param.shape, BLOCK), torch.bfloat16),
             CODEBOOK: torch.tensor(START_BEND, dtype=torch.float32),
         }
 
@@ -102,7 +90,7 @@ class LearnedCodes(Storage):
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Decode in float32."""
         code, scale = state[self.name], state[self.scale_name]
-        spread = Blocks.of(code, scale).join(scale.view(-1, scale.shape[-1], 1), code.shape)
+        spread = Blocks.of(code, scale).spread(scale.float(), code.shape)
         return decode(code, spread, state[CODEBOOK]).to(dtype)
 
     def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
@@ -110,9 +98,9 @@ class LearnedCodes(Storage):
         code, scale = state[self.name], state[self.scale_name]
         blocks = Blocks.of(code, scale)
         split = blocks.split(moment.float())
-        largest = split.abs().amax(2, keepdim=True).clamp_(min=TINY)
-        scale.copy_(largest.view(scale.shape))
-        code.copy_(blocks.join(encode(split, largest, state[CODEBOOK]), code.shape))
+        largest = block_scale(split.abs().amax(2, keepdim=True))
+        scale.copy_(largest[:, :, 0])
+        code.copy_(blocks.join(encode(split, largest.float(), state[CODEBOOK]), code.shape))
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """As saved; a moment that was kept whole is learned from like a first gradient.
@@ -124,7 +112,7 @@ class LearnedCodes(Storage):
         if moment.is_floating_point():
             state = self.create(param)
             own = {key: local(value) for key, value in state.items()}
-            moment = local(moment).to(own[self.name].device, torch.float32)
+            moment = local(moment).to(own[self.name].device, torch.float32).view_as(own[self.name])
             if self.learns(own):
                 self.learn(own, moment)
                 state[learning.HISTOGRAM] = own[learning.HISTOGRAM]
@@ -137,7 +125,7 @@ class LearnedCodes(Storage):
                 f"{' and no '.join(map(repr, missing))}: what the codes mean is lost. Load a checkpoint that has all "
                 "of the optimizer's state, or start with a fresh optimizer."
             )
-        if moment.shape != param.shape:
+        if moment.shape != as_rows(param).shape:
             raise UnsupportedError(
                 f"the saved Gefen codes have shape {tuple(moment.shape)}, the weight {tuple(param.shape)}. State of "
                 "flat shards (strategy 'fsdp') belongs to one model, wrapping and world size."
@@ -153,16 +141,13 @@ class LearnedCodes(Storage):
         if not learning.is_learning(state):
             return False
         if learning.HISTOGRAM not in state:
-            shape = (len(self.options), BINS)
-            state[learning.HISTOGRAM] = torch.zeros(shape, dtype=torch.int64, device=state[self.name].device)
+            state[learning.HISTOGRAM] = torch.zeros(BINS, dtype=torch.int64, device=state[self.name].device)
         return True
 
     def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
-        """Count the magnitudes of the gradient in units of each block's largest, for every block length."""
-        for histogram, block in zip(state[learning.HISTOGRAM], self.options, strict=True):
-            blocks = Blocks.of(g, g.new_empty(per_block(g.shape, block)))
-            split = blocks.split(g.float()).abs_()
-            histogram += count(split / split.amax(2, keepdim=True).clamp_(min=TINY))
+        """Count the magnitudes of the gradient in units of each block's largest."""
+        split = Blocks.of(g, state[self.scale_name]).split(g.float().abs())
+        state[learning.HISTOGRAM] += count(split / split.amax(2, keepdim=True).clamp_(min=TINY))
 
 
 @dataclass(frozen=True)
@@ -179,6 +164,7 @@ class BlockMean(Storage):
 
     def create(self, param: Tensor) -> dict[str, Tensor]:
         """Zeros."""
+        param = as_rows(param)
         return {self.name: by_rows(param, per_block(param.shape, self.block))}
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
@@ -187,12 +173,13 @@ class BlockMean(Storage):
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Every weight's copy of its block's value, so that the rule need not know of blocks."""
-        return self._spread(state, state[self.name]).to(dtype)
+        code, mean = state["exp_avg"], state[self.name]
+        return Blocks.of(code, mean).spread(mean, code.shape).to(dtype)
 
     def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
         """One of the copies."""
         mean = state[self.name]
-        mean.copy_(Blocks.of(moment, mean).split(moment)[:, :, 0].view(mean.shape))
+        mean.copy_(Blocks.of(moment, mean).split(moment)[:, :, 0])
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """As saved; the mean over each block of a moment that was kept whole."""
@@ -203,7 +190,7 @@ class BlockMean(Storage):
             state = self.create(param)
             _write_mean(local(state[self.name]), whole)
             if self.finest < self.block:
-                state[learning.FINE] = whole.new_empty(per_block(whole.shape, self.finest))
+                state[learning.FINE] = whole.new_empty(per_block(as_rows(whole).shape, self.finest))
                 _write_mean(state[learning.FINE], whole)
         return state
 
@@ -211,7 +198,7 @@ class BlockMean(Storage):
         """The mean over each block, never zero."""
         mean = state[self.name]
         blocks = Blocks.of(g2, mean)
-        return self._spread(state, blocks.mean(g2).clamp_(min=LEAST).view(mean.shape))
+        return blocks.spread(blocks.mean(g2).clamp_(min=LEAST), g2.shape)
 
     def learns(self, state: MutableMapping[str, Any]) -> bool:
         """Until the block length is chosen, if there is a choice."""
@@ -220,7 +207,7 @@ class BlockMean(Storage):
         if learning.FINE not in state:
             mean = state[self.name]
             columns = Blocks.of(state["exp_avg"], mean).columns
-            shape = (*mean.shape[:-1], -(-columns // self.finest))
+            shape = (len(mean), -(-columns // self.finest))
             state[learning.FINE] = torch.zeros(shape, dtype=torch.float32, device=mean.device)
         return True
 
@@ -228,14 +215,9 @@ class BlockMean(Storage):
         """The same mean over the finest blocks."""
         _write_mean(state[learning.FINE], g.float().square())
 
-    def _spread(self, state: Mapping[str, Any], values: Tensor) -> Tensor:
-        code = state["exp_avg"]
-        # The rule writes in place, so every weight needs an element of its own.
-        return Blocks.of(code, values).join(values.view(-1, values.shape[-1], 1), code.shape).contiguous()
-
 
 def _write_mean(means: Tensor, x: Tensor) -> None:
-    means.copy_(Blocks.of(x, means).mean(x).clamp_(min=LEAST).view(means.shape))
+    means.copy_(Blocks.of(x, means).mean(x).clamp_(min=LEAST))
 
 
 class GefenRule(AdamWRule):
@@ -243,7 +225,7 @@ class GefenRule(AdamWRule):
 
     optimizer = Gefen
     scalar_names = (*AdamWRule.scalar_names, "bend")
-    # The square of a larger one, summed over a block, would make the second moment of all its weights infinite for ever.
+    # The square of a larger one, summed over a block, would make the second moment of all its weights infinite.
     limit = 2.0**55
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -252,12 +234,12 @@ class GefenRule(AdamWRule):
 
     def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:
         """Codes and block means for matrices, whole moments for what is too small to gain."""
-        flat = is_flat_shard(param)
-        if not flat and (param.dim() < 2 or param.numel() < MIN_ELEMENTS):
+        param = as_rows(param)
+        if param.dim() < 2 or param.numel() < MIN_ELEMENTS:
             whole = torch.float64 if param.dtype == torch.float64 else torch.float32
             return (Dense("exp_avg", whole), Dense("exp_avg_sq", whole, slow=True))
-        options = learning.options(group, flat)
-        return (LearnedCodes("exp_avg", options[0], options), BlockMean("exp_avg_sq", options[0], options[-1]))
+        lengths = learning.options(group, param)
+        return (LearnedCodes("exp_avg"), BlockMean("exp_avg_sq", lengths[0], lengths[-1]))
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """AdamW's, and the bend of the curve; 0 where there is none."""

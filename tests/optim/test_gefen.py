@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_memopt as memopt
+from lightning_memopt.rules.storage_8bit import BLOCK
 
-SHAPE = (40, 300)  # three blocks in a row, the last one short
+SHAPE = (40, 300)  # rows of blocks of which the last is short
 
 
 def weight(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
@@ -58,16 +59,18 @@ def oracle(w: Tensor, g: Tensor, state: dict[str, Any], block: int, group: dict[
     (beta1, beta2), lr = group["betas"], group["lr"]
     m, scales, v = torch.empty_like(w), [], []
     for row in range(w.shape[0]):
-        for index, start in enumerate(range(0, w.shape[1], block)):
-            at = (row, slice(start, start + block))
+        for index, start in enumerate(range(0, w.shape[1], BLOCK)):
+            at = (row, slice(start, start + BLOCK))
             c, scale = codes[at], state["exp_avg_scale"][row, index].double()
             if codebook.dim():
                 old = codebook[c.long()] * scale
             else:
                 old = scale * c / (127 * (1 + codebook) - codebook * c.abs())
             m[at] = beta1 * old + (1 - beta1) * g[at]
-            v.append(beta2 * state["exp_avg_sq"][row, index].double() + (1 - beta2) * g[at].square().mean())
             scales.append(m[at].abs().max())
+        for index, start in enumerate(range(0, w.shape[1], block)):
+            at = (row, slice(start, start + block))
+            v.append(beta2 * state["exp_avg_sq"][row, index].double() + (1 - beta2) * g[at].square().mean())
             w[at] *= 1 - lr * group["weight_decay"]
             w[at] -= lr / (1 - beta1**t) * m[at] / ((v[-1] / (1 - beta2**t)).sqrt() + group["eps"])
     return w, m, torch.stack(scales), torch.stack(v)
@@ -79,28 +82,28 @@ def test_steps_are_those_of_a_float64_oracle(block: int | None, codebook: str) -
     param, grad = weight(), gradients()
     optimizer = memopt.Gefen([param], lr=1e-2, weight_decay=0.1, block=block, codebook=codebook)  # type: ignore[arg-type]
     (group,), state = optimizer.param_groups, optimizer.state[param]
+    length = block or 128
     for step in range(8):
         before, g = param.detach().clone(), grad()
         if step == 0:
-            length = block or 128
-            blocks = -(-SHAPE[1] // length)
-            start = {"exp_avg": torch.zeros(SHAPE, dtype=torch.uint8), "codebook": torch.tensor(0.9), "step": 0}
-            old = start | {"exp_avg_scale": torch.zeros(40, blocks), "exp_avg_sq": torch.zeros(40, blocks)}
+            old = {"exp_avg": torch.zeros(SHAPE, dtype=torch.uint8), "codebook": torch.tensor(0.9), "step": 0}
+            old |= {"exp_avg_scale": torch.zeros(40, 5), "exp_avg_sq": torch.zeros(40, -(-SHAPE[1] // length))}
         else:
             old = copy.deepcopy(dict(state))
         param.grad = g
         optimizer.step()
         if step == 1:
-            continue  # codebook and blocks were replaced before this step: see the tests of learning
+            continue  # the codebook was replaced before this step: see the tests of learning
         w, m, scales, v = oracle(before, g, old, length, group)
         assert torch.allclose(param.detach().double(), w, rtol=1e-6, atol=1e-7)
-        assert torch.allclose(state["exp_avg_scale"].double().flatten(), scales, rtol=1e-5)
+        stored = state["exp_avg_scale"].double()
+        assert (stored.flatten() >= scales * (1 - 1e-6)).all() and (stored.flatten() <= scales * (1 + 2**-7)).all()
         assert torch.allclose(state["exp_avg_sq"].double().flatten(), v, rtol=1e-5)
         # The code is the nearest value of all 255, up to ties and what a curve rounds differently near them.
         every = torch.arange(-127, 128)
         book = state["codebook"].double()
         values = book[every] if book.dim() else every / (127 * (1 + book) - book * every.abs())
-        x = m / scales.view(40, -1).repeat_interleave(length, 1)[:, : SHAPE[1]]
+        x = m / stored.repeat_interleave(BLOCK, 1)[:, : SHAPE[1]]
         code = state["exp_avg"].view(torch.int8).long()
         error = (values[code + 127] - x).abs()
         best = (values - x[..., None]).abs().min(-1).values
@@ -239,7 +242,7 @@ def test_coordinates_without_gradient_never_move(dead: Callable[[], Tensor], cod
     optimizer = memopt.Gefen([param], lr=1e-3, weight_decay=0.0, codebook=codebook)  # type: ignore[arg-type]
     train(optimizer, param, lambda: grad() * live, 100)
     assert torch.equal(param[~live], start[~live])
-    assert (param[live] != start[live]).float().mean() > 0.99
+    assert (param[live] != start[live]).float().mean() > 0.98
     assert (param - start).abs().max() < 0.3
     assert (optimizer.state[param]["exp_avg_sq"] > 0).all()
 
