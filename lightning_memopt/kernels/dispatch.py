@@ -30,7 +30,7 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         False where the gradient was non-finite and nothing was written. Kernels that cannot tell without waiting for
         the device return True and set ``update.nonfinite``.
     """
-    if _learns(update):
+    if learns(update):
         finite, step = True, max(1, LEARN_ELEMENTS // max(1, grad[:1].numel()))
         for start in range(0, len(grad), step):
             stop = min(start + step, len(grad))
@@ -39,7 +39,8 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
     return reference.apply_gradient(update, grad)
 
 
-def _learns(update: Update) -> bool:
+def learns(update: Update) -> bool:
+    """Whether a storage wants to see the gradient, for which the update runs in plain torch; completes the state."""
     return any([storage.learns(update.state) for storage in update.storage])  # a list: each completes the state
 
 
@@ -51,7 +52,7 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     """
     rows, columns = update.weight.shape
     step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
-    if _learns(update):
+    if learns(update):
         step = min(step, max(1, LEARN_ELEMENTS // columns))
     dtype = reference.compute_dtype(update.weight)
     finite = True

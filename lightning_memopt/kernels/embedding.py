@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import reference
-from lightning_memopt.kernels.dispatch import Kernel
+from lightning_memopt.kernels.dispatch import Kernel, learns
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
@@ -63,7 +63,7 @@ def apply_embedding(
         non-finite value.
     """
     dy = dy.reshape(-1, dy.shape[-1])
-    if kernel != "reference" and update.weight.is_cuda:
+    if not learns(update) and kernel != "reference" and update.weight.is_cuda:
         from lightning_memopt.kernels import blocks, embedding_triton
 
         if blocks.supports(update):

@@ -1,0 +1,72 @@
+"""The embedding layer whose weight gradient need not exist: forward as usual, backward hands over what it looked up.
+
+dW of a table is dY's rows, summed where they looked up the same row of it. Where the parameter's updater declines, dW
+is formed and returned, and the layer behaves as ``torch.nn.Embedding``.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lightning_memopt.backward.linear import SLOT
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.slot import Slot
+
+
+class FusedEmbedding(torch.autograd.Function):
+    """y = W[indices] for W [rows, dim] and integers of any shape; ``padding_idx`` is -1 where there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, slot: Slot) -> Tensor:  # noqa: D102
+        ctx.slot, ctx.rows, ctx.padding_idx = slot, len(weight), padding_idx
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        (indices,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0] or ctx.slot.take_lookup(dy, indices, ctx.padding_idx):
+            return None, None, None, None
+        dw = torch.ops.aten.embedding_dense_backward(dy, indices, ctx.rows, ctx.padding_idx, False)
+        return dw, None, None, None
+
+
+def fusable(module: nn.Embedding) -> bool:
+    """Whether the layer's gradient is the plain sum, and its forward pass leaves the weight alone."""
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+# The name under which a bound method pickles: an unpickled layer finds its class's own forward.
+def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+    """``nn.Embedding.forward`` that hands over its look-ups where an updater waits for them."""
+    weight = self.weight  # once: a parametrized weight is computed at each access
+    slot: Slot | None = getattr(weight, SLOT, None)
+    if slot is None:
+        return nn.Embedding.forward(self, input)
+    slot.count_use()
+    # torch.func transforms and forward-mode differentiation cannot see through a Function of this form.
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if transformed or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
+        return nn.Embedding.forward(self, input)
+    return FusedEmbedding.apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)
+
+
+def install(root: nn.Module) -> list[nn.Module]:
+    """Give every embedding layer under `root` the fused forward; a layer with a forward of its own keeps it.
+
+    Returns:
+        The changed modules, for `lightning_memopt.backward.linear.remove`.
+    """
+    changed: list[nn.Module] = []
+    for module in root.modules():
+        if isinstance(module, nn.Embedding) and getattr(module.forward, "__func__", None) is nn.Embedding.forward:
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            changed.append(module)
+    return changed
