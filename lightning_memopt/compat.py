@@ -44,6 +44,7 @@ CASES = (
         "exact",
         "parameters other than once-used nn.Linear weights are updated at the end of the backward pass",
     ),
+    Case("checkpoint=[patterns] of the strategy", "exact", "a pattern that matches no module is refused"),
     Case("frozen parameters", "exact", "no state, no update; parameters unfrozen later are taken in"),
     Case(
         "accumulate_grad_batches",

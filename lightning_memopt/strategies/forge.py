@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +27,8 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             ``"skip"`` that update and count it in the logs. It never reaches a weight or a state.
         state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
         seed: Seed of stochastic rounding.
+        checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
+            ``["*.layers.*"]`` for the blocks of a transformer.
     """
 
     strategy_name = "forge"
@@ -37,6 +40,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         nonfinite: NonFinite = "raise",
         state_dtype: Literal["param", "float32"] = "param",
         seed: int = 0,
+        checkpoint: Sequence[str] = (),
     ) -> None:
         super().__init__(
             rounding=rounding,
@@ -44,6 +48,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             nonfinite=nonfinite,
             state_dtype=state_dtype,
             seed=seed,
+            checkpoint=checkpoint,
             device="cpu",
         )
         self._parallel_devices: list[torch.device] = []

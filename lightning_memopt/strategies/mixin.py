@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from lightning_memopt.backward import Clip, NonFinite, Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.strategies import checkpointing
 
 
 class ForgeMixin(Strategy):
@@ -39,6 +40,8 @@ class ForgeMixin(Strategy):
             ``"skip"`` that update and count it in the logs. It never reaches a weight or a state.
         state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
         seed: Seed of stochastic rounding.
+        checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
+            ``["*.layers.*"]`` for the blocks of a transformer.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class ForgeMixin(Strategy):
         nonfinite: NonFinite = "raise",
         state_dtype: Literal["param", "float32"] = "param",
         seed: int = 0,
+        checkpoint: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -56,6 +60,8 @@ class ForgeMixin(Strategy):
         _check_choice("nonfinite", nonfinite, ("raise", "skip"))
         _check_choice("state_dtype", state_dtype, ("param", "float32"))
         self.updater = Updater(rounding, kernel, nonfinite, state_dtype, seed)
+        self.checkpoint = tuple(checkpoint)
+        self._checkpointed: list[tuple[torch.nn.Module, Any]] = []
         self._fused_optimizers: set[int] = set()
         self._clips_itself = False
         self._clip_called = False
@@ -69,6 +75,8 @@ class ForgeMixin(Strategy):
         assert self.lightning_module is not None
         self._check(trainer, self.lightning_module)
         self.updater.attach(self.lightning_module, self.optimizers)
+        # After the updater, so that a layer runs its fused forward again, and may itself be checkpointed.
+        self._checkpointed = checkpointing.install(self.lightning_module, self.checkpoint)
 
     def setup_precision_plugin(self) -> None:
         """Connect the precision plugin; the optimizers are in their final wrappers only after that."""
@@ -146,6 +154,7 @@ class ForgeMixin(Strategy):
                 self.updater.reports.poll(wait=True)
                 self._log_skips()
         finally:
+            checkpointing.remove(self._checkpointed)
             self.updater.detach()
             self._unguard()
             super().teardown()
