@@ -1,0 +1,156 @@
+"""Stochastic rounding of float32 to bf16: unbiased, within one step, reproducible, independent of chunking."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels.rounding import bits, round_stochastic, rounding_key
+
+ALL = torch.arange(1 << 16, dtype=torch.int64)  # the low 16 bits of a float32, which bf16 drops
+
+
+def floats(high: int, low: Tensor = ALL) -> Tensor:
+    """float32 numbers with these high 16 bits and low 16 bits."""
+    pattern = (high << 16 | low).to(torch.int32) if high < 1 << 15 else ((high - (1 << 16)) << 16 | low).to(torch.int32)
+    return pattern.view(torch.float32)
+
+
+def pattern(x: Tensor) -> Tensor:
+    """The 16 bits of bf16 numbers as integers."""
+    return x.view(torch.int16).to(torch.int64) & 0xFFFF
+
+
+# Sign, every exponent of a finite number, and a few mantissas with the first and the last.
+HIGHS = [
+    sign << 15 | exponent << 7 | mantissa
+    for sign, exponent, mantissa in itertools.product((0, 1), range(255), (0, 1, 77, 126, 127))
+    if (exponent, mantissa) != (254, 127)
+]
+
+
+def test_all_offsets_and_exponents_stay_within_one_step() -> None:
+    """For every exponent and sign, each of the 2^16 offsets between two bf16 numbers rounds to one of these two.
+
+    The share that goes up is the mean offset, 1/2, to within five standard deviations of 2^16 draws.
+    """
+    spread = 5 * math.sqrt(1 / 6 / (1 << 16))  # variance of a draw with p uniform: E[p (1 - p)] = 1/6
+    for i, high in enumerate(HIGHS):
+        rounded = pattern(round_stochastic(floats(high), rounding_key(0, i, "w")))
+        up = rounded - high
+        assert bool(((up == 0) | (up == 1)).all()), hex(high)
+        assert up[0] == 0, "a bf16 number must round to itself"
+        assert abs(float(up.double().mean()) - 0.5) < spread, hex(high)
+
+
+def test_numbers_that_bf16_holds_do_not_change() -> None:
+    """All finite bf16 numbers, zeros and subnormals included, round to themselves under many keys."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[torch.isfinite(every)]
+    for key in range(8):
+        assert torch.equal(pattern(round_stochastic(finite.float(), rounding_key(key, key, "w"))), pattern(finite))
+
+
+def test_special_values_are_kept() -> None:
+    """Infinities stay infinite with their sign, NaN stays NaN."""
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), -float("nan")])
+    for step in range(64):
+        rounded = round_stochastic(special, rounding_key(1, step, "w")).float()
+        assert rounded[0] == float("inf") and rounded[1] == -float("inf") and torch.isnan(rounded[2:]).all()
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("offset", [0, 1, 77, 1 << 12, 1 << 15, (1 << 16) - 1])
+def test_probability_is_the_distance(offset: int, low: bool) -> None:
+    """A number that lies offset / 2^16 of a step above a bf16 number rounds up with just that probability."""
+    count = 1 << 18
+    x = floats(0x3F80, torch.full((count,), offset))
+    up = pattern(round_stochastic(x, rounding_key(3, 5, "w"), low=low)) - 0x3F80
+    p = offset / (1 << 16)
+    assert abs(float(up.double().mean()) - p) <= 5 * math.sqrt(p * (1 - p) / count)
+
+
+def test_mean_over_steps_is_unbiased() -> None:
+    """For one element, the draws of successive steps are as unbiased as those of neighbours."""
+    x = floats(0x4049, torch.full((4,), 20000))
+    draws = torch.stack([pattern(round_stochastic(x, rounding_key(0, step, "layer.weight"))) for step in range(4000)])
+    p = 20000 / (1 << 16)
+    mean = (draws - 0x4049).double().mean(0)
+    assert bool(((mean - p).abs() < 5 * math.sqrt(p * (1 - p) / 4000)).all())
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_independent_of_chunks(chunk: int, low: bool) -> None:
+    """Rounding in pieces, each told its offset, gives the bits of rounding at once."""
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+    whole = round_stochastic(x, 12345, low=low)
+    parts = [round_stochastic(x[i : i + chunk], 12345, i, low=low) for i in range(0, 2000, chunk)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(round_stochastic(x.view(40, 50), 12345, low=low).flatten(), whole)
+
+
+def test_layout_does_not_matter() -> None:
+    """Elements are numbered in row-major order whatever the strides, and zero-dimensional and empty tensors work."""
+    x = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    strided = x.t().contiguous().t()
+    assert not strided.is_contiguous()
+    assert torch.equal(round_stochastic(strided, 7), round_stochastic(x, 7))
+    assert round_stochastic(torch.tensor(1.5), 7) == 1.5
+    assert round_stochastic(torch.empty(0, 3), 7).shape == (0, 3)
+
+
+def test_offsets_past_32_bits() -> None:
+    """Indices of very large parameters wrap instead of failing."""
+    x = torch.full((100,), 1.001)
+    assert torch.equal(round_stochastic(x, 7, (1 << 32) + 5), round_stochastic(x, 7, 5))
+
+
+def test_keys_differ() -> None:
+    """Seed, step and name each change the key; the same three give the same key again."""
+    names = ["a.weight", "b.weight", "a.bias"]
+    keys = {rounding_key(seed, step, name) for seed in range(20) for step in range(200) for name in names}
+    assert len(keys) >= 20 * 200 * 3 - 3  # a collision or two of 12,000 in 2^32 is chance (expected: 0.02)
+    assert rounding_key(3, 4, "w") == rounding_key(3, 4, "w")
+    assert all(0 <= key < 1 << 32 for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((0, 0, "w"), (0, 1, "w")), ((0, 0, "w"), (0, 0, "v")), ((0, 0, "w"), (1, 0, "w"))],
+    ids=["step", "name", "seed"],
+)
+def test_draws_of_different_keys_are_independent(first: tuple[int, int, str], second: tuple[int, int, str]) -> None:
+    """The bits under two keys agree in half of all places, also shifted against each other by a few elements."""
+    index = torch.arange(1 << 15)
+    a, b = (bits(rounding_key(*key), index) for key in (first, second))
+    for shift in (0, 1, 2, 8):
+        same = ~(a ^ b.roll(shift))
+        for place in (0, 15, 16, 31):
+            share = float((same >> place & 1).double().mean())
+            assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(1 << 15)
+
+
+def test_bits_are_even() -> None:
+    """Each of the 32 bits is set half the time, and a weight's bits tell nothing of its moment's."""
+    words = bits(rounding_key(0, 0, "w"), torch.arange(1 << 16))
+    spread = 5 * 0.5 / 256
+    for place in range(32):
+        assert abs(float((words >> place & 1).double().mean()) - 0.5) < spread, place
+    for place in range(16):
+        agree = ~(words ^ (words >> 16)) >> place & 1
+        assert abs(float(agree.double().mean()) - 0.5) < spread, place
+
+
+FROZEN_KEY = 3127133132
+FROZEN_BITS = [365679853, 844493179, 856835956]
+
+
+def test_definition_is_frozen() -> None:
+    """Resuming an old run must draw the same bits: the numbers that the definition gives."""
+    assert rounding_key(0, 0, "weight") == FROZEN_KEY
+    assert bits(FROZEN_KEY, torch.arange(3)).tolist() == FROZEN_BITS
