@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.gefen_learning import HISTOGRAM
+from lightning_memopt.optim.shards import is_flat_shard
 
 # Options of torch's AdamW that choose between its implementations.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -71,6 +73,7 @@ class Gefen(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
+        self._warned = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,6 +85,14 @@ class Gefen(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._warned and any(is_flat_shard(p) for group in self.param_groups for p in group["params"]):
+            self._warned = True
+            warnings.warn(
+                "Gefen on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): blocks lie inside each rank's "
+                "shard, so the optimizer's state belongs to this world size and wrapping and cannot be resharded or "
+                "gathered. To reshard, use fully_shard (strategy ModelParallelStrategy).",
+                stacklevel=2,
+            )
         step_parameters(self, GefenRule())
         return loss
 

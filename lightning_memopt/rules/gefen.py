@@ -230,6 +230,11 @@ class GefenRule(AdamWRule):
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Use what the last step learned."""
+        for state in optimizer.state.values():
+            # Read on the host at every step, and moved to the device by Lightning when it loads a checkpoint.
+            for key in ("step", CODEBOOK):
+                if key in state and not state[key].dim() and state[key].device.type != "cpu":
+                    state[key] = state[key].to("cpu", torch.float32)
         learning.finish(optimizer, self)
 
     def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:

@@ -1,0 +1,172 @@
+"""Gefen on two ranks: equal replicas, states sharded by rows that are the whole one's rows, and flat shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import lightning_memopt as memopt
+from lightning_memopt.rules.gefen import LearnedCodes
+
+STEPS = 6
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(150, 99), nn.Tanh(), nn.Linear(99, 130, bias=False), nn.Tanh(), nn.Linear(130, 7))
+
+
+def batch(step: int, rank: int | None = None) -> Tensor:
+    x = torch.randn(8, 150, generator=torch.Generator().manual_seed(step)) * torch.linspace(0.1, 3, 150)
+    return x if rank is None else x.chunk(2)[rank]
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None = None, steps: Any = None) -> None:
+    for step in steps or range(STEPS):
+        optimizer.zero_grad()
+        module(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+def _rank(rank: int, folder: Path, check: Callable[[int, Path], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    check(rank, folder)
+    dist.destroy_process_group()
+
+
+def on_two_ranks(check: Callable[[int, Path], None], folder: Path) -> None:
+    """Run `check` in two forked processes."""
+    context = torch.multiprocessing.get_context("fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process that has threads
+        ranks = [context.Process(target=_rank, args=(rank, folder, check)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+    for process in ranks:
+        process.join(120)
+        assert process.exitcode == 0
+
+
+def whole(**options: Any) -> tuple[nn.Module, memopt.Gefen]:
+    module = net()
+    optimizer = memopt.Gefen(module.parameters(), lr=1e-2, **options)
+    train(module, optimizer)
+    return module, optimizer
+
+
+def moment(state: dict[str, Any]) -> Tensor:
+    """The first moment of the whole weight."""
+    return LearnedCodes("exp_avg").load({key: full(value) for key, value in state.items()}, torch.float32)
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# ----------------------------------------------------------------------------------------------------------------- DDP
+def check_ddp(rank: int, folder: Path) -> None:
+    module = nn.parallel.DistributedDataParallel(net())
+    optimizer = memopt.Gefen(module.parameters(), lr=1e-2)
+    train(module, optimizer, rank)
+    torch.save((module.module.state_dict(), optimizer.state_dict()["state"]), folder / f"{rank}.pt")
+
+
+def test_replicas_stay_equal(tmp_path: Path) -> None:
+    on_two_ranks(check_ddp, tmp_path)
+    (weights0, states0), (weights1, states1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(weights0[name], weights1[name]) for name in weights0)
+    for i, state in states0.items():
+        assert all(torch.equal(state[key], states1[i][key]) for key in state)
+
+
+# --------------------------------------------------------------------------------------------------------------- FSDP2
+def check_fsdp2(rank: int, folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    for codebook in ("curve", "table"):
+        plain_module, plain = whole(codebook=codebook)
+        module = fully_shard(net())
+        optimizer = memopt.Gefen(module.parameters(), lr=1e-2, codebook=codebook)  # type: ignore[arg-type]
+        train(module, optimizer, rank)
+        for param, twin in zip(module.parameters(), plain_module.parameters(), strict=True):
+            apart = (param.full_tensor() - twin).abs()
+            # A code that rounds the other way moves its weight by a share of the learning rate, 1e-2.
+            assert apart.max() < 1e-3 and apart.mean() < 2e-5
+            state, expected = optimizer.state[param], plain.state[twin]
+            assert state.keys() == expected.keys()
+            if "codebook" in state:
+                assert torch.allclose(state["codebook"], expected["codebook"])
+                ours, theirs = moment(state), moment(expected)
+                assert (ours - theirs).norm() < 0.01 * theirs.norm()
+                assert torch.allclose(state["exp_avg_sq"].full_tensor(), expected["exp_avg_sq"], rtol=1e-3)
+
+        # What torch's tools gather is what they scatter, here into a fresh optimizer.
+        saved = get_optimizer_state_dict(module, optimizer)
+        again = fully_shard(net())
+        with torch.no_grad():
+            for param, value in zip(again.parameters(), module.parameters(), strict=True):
+                param.copy_(value)
+        resumed = memopt.Gefen(again.parameters(), lr=1e-2, codebook=codebook)  # type: ignore[arg-type]
+        set_optimizer_state_dict(again, resumed, saved)
+        for run, other in ((module, optimizer), (again, resumed)):
+            train(run, other, rank, range(STEPS, STEPS + 3))
+        for param, twin in zip(module.parameters(), again.parameters(), strict=True):
+            assert torch.equal(param.to_local(), twin.to_local())
+
+
+def test_rows_are_sharded_exactly(tmp_path: Path) -> None:
+    on_two_ranks(check_fsdp2, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- FSDP1
+def check_fsdp1(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for use_orig_params in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP on a CPU, and FSDP1 itself
+            module = FullyShardedDataParallel(net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        optimizer = memopt.Gefen(module.parameters(), lr=1e-2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(module, optimizer, rank)
+        assert sum("cannot be resharded" in str(warning.message) for warning in told) == 1
+        coded = [state for state in optimizer.state.values() if "codebook" in state]
+        assert coded and all(state["exp_avg"].shape[0] == 1 for state in coded)
+        reference, _ = whole()
+        with FullyShardedDataParallel.summon_full_params(module):
+            for param, twin, start in zip(module.parameters(), reference.parameters(), net().parameters(), strict=True):
+                # Blocks begin elsewhere and, in one flat parameter, biases share them with weights.
+                if twin.numel() >= 4096:
+                    assert (param - twin).norm() < 0.5 * (twin - start).norm()
+
+
+def test_flat_shards_train_with_blocks_inside_and_say_that_they_cannot_be_resharded(tmp_path: Path) -> None:
+    on_two_ranks(check_fsdp1, tmp_path)
+
+
+def test_column_shards_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        param = nn.Parameter(distribute_tensor(torch.zeros(64, 128), init_device_mesh("cpu", (1,)), [Shard(1)]))
+        param.grad = torch.zeros_like(param)
+        with pytest.raises(memopt.UnsupportedError, match="sharded by rows"):
+            memopt.Gefen([param]).step()
+    finally:
+        dist.destroy_process_group()
