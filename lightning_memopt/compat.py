@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning_memopt.errors import UnsupportedError
 
-Verdict = Literal["exact", "falls back", "refused"]
+Verdict = Literal["exact", "falls back", "warned", "refused"]
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,21 @@ class Case:
 
     Attributes:
         feature: Short name, unique; what code and tests refer to.
-        verdict: Exact; exact by a route that saves less; or refused at set-up (or at the call) with `message`.
+        verdict: Exact; exact by a route that saves less; a warning that something has no effect; or refused at set-up
+            (or at the call) with `message`.
         message: Why, and what works instead.
         optimizers: Which optimizers the line is about.
+        strategies: Which strategies it is about.
     """
 
     feature: str
     verdict: Verdict
     message: str
     optimizers: str = "all"
+    strategies: str = "all"
 
 
+_SHARDED = "forge_fsdp"
 _PRECISION = "Use precision='32-true', 'bf16-true', 'bf16-mixed' or '64-true'."
 
 CASES = (
@@ -37,12 +41,13 @@ CASES = (
     Case("nn.Linear subclass with a forward of its own", "falls back", "autograd's gradient, consumed at once"),
     Case("other parameters", "falls back", "autograd's gradient, consumed and freed as soon as it is complete"),
     Case("tied or reused weight", "exact", "one update from the summed gradient, once all uses have delivered"),
+    Case("weight.detach() used beside its layer", "refused", "the message says to clone it"),
     Case("weight with gradient hooks", "falls back", "the hooks see the gradient, which is then consumed"),
     Case("activation checkpointing, use_reentrant=False", "exact", "recomputation is not a second use"),
     Case(
         "activation checkpointing, use_reentrant=True",
         "exact",
-        "parameters other than once-used nn.Linear weights are updated at the end of the backward pass",
+        "once-used nn.Linear weights inside a segment are updated at once, all else at the end of the backward pass",
     ),
     Case("checkpoint=[patterns] of the strategy", "exact", "a pattern that matches no module is refused"),
     Case("frozen parameters", "exact", "no state, no update; parameters unfrozen later are taken in"),
@@ -69,6 +74,27 @@ CASES = (
         "gradients to treat otherwise. Call it (gradient_clip_val=0.0 clips nothing), or remove the override.",
     ),
     Case(
+        "on_after_backward, on_before_optimizer_step",
+        "warned",
+        "the hooks run, but find no gradients to read or change; clip through the Trainer",
+    ),
+    Case(
+        "optimizer_zero_grad or optimizer_step overridden",
+        "falls back",
+        "gradients of earlier micro-batches accumulate as autograd's own",
+    ),
+    Case(
+        "zero_grad(set_to_none=False)",
+        "refused",
+        "zero gradients would update parameters that a step does not use. Use zero_grad(), which sets them to None.",
+    ),
+    Case(
+        "optimizer_zero_grad that keeps gradients",
+        "refused",
+        "the overridden optimizer_zero_grad leaves gradients in place, but each step consumes them, so they cannot add "
+        "up over steps. Clear them in the hook, and accumulate with accumulate_grad_batches.",
+    ),
+    Case(
         "precision 32-true, bf16-true, bf16-mixed",
         "exact",
         "bf16-true weights are rounded as `rounding` says",
@@ -91,7 +117,7 @@ CASES = (
     Case(
         "clip_gradients after fused_step",
         "refused",
-        "self.clip_gradients(...) came after the gradients were consumed. Pass gradient_clip_val to `memopt.fused_step`.",
+        "self.clip_gradients(...) came after the gradients were consumed. Pass gradient_clip_val to `fused_step`.",
     ),
     Case(
         "second fused_step before optimizer.step()",
@@ -121,11 +147,132 @@ CASES = (
         "kernel='fused' needs a GPU. Use kernel='auto', which picks what the device has.",
     ),
     Case("a second backward pass in one fused step", "refused", "the message names the parameter"),
+    Case("cuda_graph", "exact", "the captured step replays the kernels an eager step would launch"),
+    Case(
+        "cuda_graph without a GPU",
+        "refused",
+        "cuda_graph=True needs a CUDA GPU. Leave it out, or use cuda_graph='auto', which runs eagerly elsewhere.",
+    ),
+    Case(
+        "cuda_graph in manual optimization",
+        "refused",
+        "cuda_graph=True captures automatic optimization only. Leave it out, or use cuda_graph='auto'.",
+    ),
+    Case(
+        "cuda_graph with accumulate_grad_batches",
+        "refused",
+        "cuda_graph=True captures steps of one micro-batch. Use accumulate_grad_batches=1, or cuda_graph='auto'.",
+    ),
+    Case(
+        "cuda_graph with nonfinite='skip' and norm clipping",
+        "refused",
+        "skipping a step asks the GPU whether its norm is finite, which a graph cannot. Use nonfinite='raise'.",
+    ),
+    Case("SMET", "exact", "moments of active weights only; weights off the mask stay zero"),
+    Case(
+        "SMET with Adagrad",
+        "exact",
+        "`lr_decay` counts the parameter's steps, not a weight's age: it is a schedule",
+        "Adagrad",
+    ),
+    Case(
+        "SMET with RMSprop, Adagrad, SGD, Lion",
+        "exact",
+        "they correct no bias, so ages matter for the warm-up only",
+        "RMSprop, Adagrad, SGD, Lion",
+    ),
+    Case(
+        "SMET with AdamW8bit",
+        "exact",
+        "blocks of codes are consecutive active weights; a topology update encodes them anew; plain-torch kernels",
+        "AdamW8bit",
+    ),
+    Case(
+        "SMET with Gefen",
+        "exact",
+        "as AdamW8bit; a regrown weight joins its block's second moment, so only the first corrects by its age; blocks "
+        "have the default length",
+        "Gefen",
+    ),
+    Case(
+        "SMET under another strategy",
+        "refused",
+        "SMET keeps optimizer state for active weights only, which needs an update that knows of masks. "
+        "Use strategy='forge'.",
+    ),
+    Case("SMET on sharded weights", "refused", "SMET trains weights that are whole on their device. Use strategy='forge'."),
+    Case(
+        "SMET on a weight that is shared with an embedding",
+        "refused",
+        "a sparse layer's weight is the embedding matrix too. Untie them, or exclude the layer.",
+    ),
+    Case(
+        "cuda_graph with SMET",
+        "refused",
+        "SMET changes masks between steps, which a captured step cannot follow. Use cuda_graph=False.",
+    ),
+    Case(
+        "a checkpoint of SMET without SMET",
+        "refused",
+        "the checkpoint holds optimizer state of active weights only. Add the callback lightning_memopt.SMET with the "
+        "arguments that the run began with.",
+    ),
     Case(
         "modules of the package pytorch_lightning",
         "refused",
         "the strategies belong to the package `lightning`: write `import lightning.pytorch as pl`, not "
         "`import pytorch_lightning as pl`.",
+    ),
+    Case(
+        "sharded nn.Linear weight",
+        "exact",
+        "factors are exchanged, or blocks of the gradient reduced; its rows need not be divisible by the ranks",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "other sharded parameters",
+        "falls back",
+        "FSDP2 averages their gradients; used at the end of the backward pass",
+        strategies=_SHARDED,
+    ),
+    Case("other token counts on each rank", "exact", "padded to the largest by zeros", strategies=_SHARDED),
+    Case(
+        "ranks that run different layers",
+        "refused",
+        "found before the exchange; all ranks raise the same error",
+        strategies=_SHARDED,
+    ),
+    Case("resume with another number of devices", "exact", "folders and single files", strategies=_SHARDED),
+    Case(
+        "configure_model that shards",
+        "exact",
+        "left as it is; every trained parameter must be sharded, by rows",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "weight shared between sharded blocks",
+        "refused",
+        "each block would get a copy of its own. Pass wrap=[classes] so that all modules that use it belong to one "
+        "block, or none of them to any.",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "precision 64-true, sharded",
+        "refused",
+        "float64 is not exchanged between devices. Use precision='32-true', 'bf16-true' or 'bf16-mixed'.",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "CPU offload",
+        "refused",
+        "the update runs on the device, where states and weights must be. Leave out offload_policy.",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "parameters of the LightningModule itself in manual optimization",
+        "refused",
+        "in manual optimization each child module is sharded on its own; put the parameter into one of them.",
+        strategies=_SHARDED,
     ),
 )
 
@@ -144,13 +291,13 @@ def page() -> str:
     lines = [
         "# What works with the fused strategies",
         "",
-        "`exact`: equal to the plain run. `falls back`: equal as well, by a route that saves less memory. `refused`: an",
-        "error that says what works instead. Generated from `lightning_memopt/compat.py`.",
+        "`exact`: equal to the plain run. `falls back`: equal as well, by a route that saves less memory. `warned`: a",
+        "warning at set-up. `refused`: an error that says what works instead. Generated from `lightning_memopt/compat.py`.",
         "",
-        "| feature | optimizers | verdict | how, or what works instead |",
-        "| --- | --- | --- | --- |",
+        "| feature | strategies | optimizers | verdict | how, or what works instead |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    lines += [f"| {c.feature} | {c.optimizers} | {c.verdict} | {c.message} |" for c in CASES]
+    lines += [f"| {c.feature} | {c.strategies} | {c.optimizers} | {c.verdict} | {c.message} |" for c in CASES]
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.backward.slot import Slot
-from lightning_memopt.kernels.norms import squared_norm
+from lightning_memopt.kernels.norms import squared_norm, squared_norm_active
 from lightning_memopt.kernels.reference import compute_dtype
 
 
@@ -68,7 +68,11 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
         elif slot.grad is not None:
             stored = stored.add_(slot.grad)
             slot.grad = None
-        square = squared_norm(slot.factors, stored, compute_dtype(slot.param))
+        dtype = compute_dtype(slot.param)
+        if slot.sparse is None:
+            square = squared_norm(slot.factors, stored, dtype)
+        else:
+            square = squared_norm_active(slot.factors, stored, dtype, slot.sparse.bits)
         squares.append(square.to(device) * slot.mean**2)
     norms = total(torch.stack(squares)).sqrt()
     return Norms(torch.linalg.vector_norm(norms), dict(zip((slot.name for slot in slots), norms, strict=True)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -23,67 +24,67 @@ SLOT = "_memopt_slot"
 
 
 class FusedLinear(torch.autograd.Function):
-    """y = x Wᵀ + b for x [..., in], W [out, in], b [out] or None, in the dtype autocast asks for."""
+    """y = x Wᵀ + b for x [..., in] in compute dtype, W [out, in], b [out] or None; W and b are cast to x's dtype."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot
-    ) -> Tensor:
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device) and x.is_floating_point()
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-        ctx.slot, ctx.dtype, ctx.x_dtype = slot, dtype, x.dtype
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        if autocast:
-            # Cast by hand: autocast would cache a copy of the weight made without a graph and hand it to later,
-            # differentiable uses. The copy is made again in backward rather than kept.
-            x = x.to(dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:  # noqa: D102
+        ctx.slot, ctx.bias_dtype = slot, bias.dtype if bias is not None else None
         ctx.save_for_backward(x, weight)
-        with torch.autocast(device, enabled=False):
-            return F.linear(
-                x,
-                weight.to(dtype) if autocast else weight,
-                bias.to(dtype) if autocast and bias is not None else bias,
-            )
+        # Cast by hand: autocast would cache a copy of the weight made without a graph and hand it to later,
+        # differentiable uses. The copy is made again in backward rather than kept.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: D102
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_x:
-            dx = dy.matmul(weight.to(ctx.dtype)).to(ctx.x_dtype)
-        dy_rows = dy.reshape(-1, dy.shape[-1])
+            dx = dy.matmul(weight.to(x.dtype))
+        dy_rows = _rows(dy)
         if needs_bias:
             db = dy_rows.sum(0).to(ctx.bias_dtype)
         if needs_weight:
-            x_rows = x.reshape(-1, x.shape[-1])
+            x_rows = _rows(x)
             if not ctx.slot.take(dy_rows, x_rows):
                 dw = dy_rows.t().matmul(x_rows).to(weight.dtype)
         return dx, dw, db, None
 
 
-def _forward(self: nn.Linear, input: Tensor) -> Tensor:
-    slot: Slot | None = getattr(self.weight, SLOT, None)
-    if slot is not None:
-        slot.count_use()
-        # torch.func transforms cannot see through a Function of this form; they get the plain layer.
-        if torch.is_grad_enabled() and self.weight.requires_grad and not torch._C._are_functorch_transforms_active():
-            return FusedLinear.apply(input, self.weight, self.bias, slot)
-    return F.linear(input, self.weight, self.bias)
+def _rows(x: Tensor) -> Tensor:
+    """All leading dimensions as one, also where a dimension is empty."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+# The name under which a bound method pickles: an unpickled layer finds its class's own forward.
+def forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """``nn.Linear.forward`` that hands over factors where an updater waits for them."""
+    weight = self.weight  # once: a parametrized weight is computed at each access
+    slot: Slot | None = getattr(weight, SLOT, None)
+    if slot is None:
+        return F.linear(input, weight, self.bias)
+    slot.count_use()
+    # torch.func transforms and forward-mode differentiation cannot see through a Function of this form.
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if transformed or not torch.is_grad_enabled() or not weight.requires_grad:
+        return F.linear(input, weight, self.bias)
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.is_floating_point():
+        input = input.to(torch.get_autocast_dtype(device))
+    return FusedLinear.apply(input, weight, self.bias, slot)
 
 
 def install(root: nn.Module) -> list[nn.Module]:
-    """Give every linear layer under `root` the fused forward; a subclass with a forward of its own keeps it.
+    """Give every linear layer under `root` the fused forward; a layer with a forward of its own keeps it.
 
     Returns:
         The changed modules, for `remove`.
     """
     changed: list[nn.Module] = []
     for module in root.modules():
-        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if plain and "forward" not in module.__dict__:
-            module.forward = MethodType(_forward, module)
+        if isinstance(module, nn.Linear) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
+            module.forward = MethodType(forward, module)
             changed.append(module)
     return changed
 

@@ -38,12 +38,14 @@ class StepScalars:
         """
         cache: dict[tuple[object, ...], Mapping[str, float]] = {}
         for slot in slots:
-            key = (id(slot.group), slot.mean, *slot.rule.cache_key(slot.state))
+            sparse = getattr(slot, "sparse", None)
+            group = slot.group if sparse is None else sparse.scaled(slot.group)
+            key = (id(slot.group), group["lr"], slot.mean, *slot.rule.cache_key(slot.state))
             if key not in cache:
                 scale = -slot.mean if slot.group.get("maximize") else slot.mean
                 common = {"scale": scale, "clip": float("inf") if clip is None else clip}
-                common |= slot.rule.common_scalars(slot.group)
-                cache[key] = common | slot.rule.scalars(slot.group, slot.state)
+                common |= slot.rule.common_scalars(group)
+                cache[key] = common | slot.rule.scalars(group, slot.state)
             slot.scalars = cache[key]
             slot.key = rounding_key(seed, step, slot.name)
         if self.device.type == "cuda" and slots:

@@ -20,6 +20,7 @@ from lightning_memopt.rules import Rule
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.updater import Updater
+    from lightning_memopt.sparsity.layer import SparseLayer
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +31,15 @@ class Slot:
     older factors were folded into, and autograd's own ``param.grad``.
 
     Attributes:
+        tile: Name of the rule's tile function for the group's options.
         uses: Forward calls of its layers in this step.
         factors: (dY, x) of uses whose backward has run; x by reference.
         buffer: float32 (float64) sum of folded factors, shape of the weight.
+        ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
         mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
         offset: Index of `weight`'s first element in the whole parameter.
+        sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
         scalars, key, row, row_key, nonfinite: See `lightning_memopt.kernels.Update`.
     """
 
@@ -47,12 +51,15 @@ class Slot:
     rule: Rule
     node: Node
     handle: RemovableHandle | None = None
+    tile: str = ""
     uses: int = 0
     factors: list[Factors] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     buffer: Tensor | None = None
     grad: Tensor | None = None
+    ready: bool = False
     updated: bool = False
+    sparse: SparseLayer | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
     key: int = 0
     row: Tensor | None = None
@@ -87,10 +94,23 @@ class Slot:
         parts = (self.buffer, self.grad, self.param.grad)
         return bool(self.factors) or any(part is not None for part in parts)
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A slot belongs to a run: a pickled parameter leaves it behind."""
+        return type(None), ()
+
     def count_use(self) -> None:
-        """Called by the layer's forward. Recomputation inside backward is not another use."""
+        """Called by the layer's forward. Recomputation inside backward is not another use.
+
+        Raises:
+            UpdateError: Recomputation came after the weight's update and would see its new value.
+        """
         if not self.updater.in_backward:
             self.uses += 1
+        elif self.updated:
+            raise UpdateError(
+                f"{self.name} is recomputed by activation checkpointing after its update. Its value is used in that "
+                "segment without its gradient; move that use out of the segment."
+            )
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Queue the factors of one use, dY [tokens, out] and x [tokens, in], if this pass may hand them over."""

@@ -8,7 +8,7 @@ tied or reused weights.
 
 The one exception is reentrant activation checkpointing, which runs a backward pass of its own for each segment, so
 that a node may run before other segments have used the weight. There a weight is updated at once only if it was used
-once in this step, and else at the end of the outer pass.
+once in this step, and else at the end of the outer pass; so is every parameter that the outer pass itself uses.
 
 Three kinds of backward pass:
 
@@ -21,14 +21,14 @@ Everything else (a pass outside all of these, ``autograd.grad``, another optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
@@ -36,10 +36,14 @@ from lightning_memopt.backward.linear import SLOT, install, remove
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
+from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError, UpdateError
 from lightning_memopt.kernels import Kernel, Rounding, Update, apply_factors, apply_gradient
+from lightning_memopt.kernels.active import Ages
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.rules.storage import Dense, Storage
+from lightning_memopt.sparsity.layer import SparseLayer
+from lightning_memopt.sparsity.state import MASK
 
 
 class Updater:
@@ -54,7 +58,7 @@ class Updater:
 
     Attributes:
         slots: What is known of each parameter.
-        dirty: A step broke off after its first update, so that some weights are one update ahead of others.
+        sparsity: Says of a new slot whether, and how, its weight is sparse.
         in_backward: A backward pass of the strategy is running.
         norms: Gradient norms of the last step that clipped by norm.
     """
@@ -71,7 +75,7 @@ class Updater:
         self.state_dtype, self.seed = state_dtype, seed
         self.reports = NonFiniteReports(nonfinite)
         self.slots: dict[nn.Parameter, Slot] = {}
-        self.dirty = False
+        self.sparsity: Callable[[Slot], SparseLayer | None] = self.dense
         self.in_backward = False
         self.norms: Norms | None = None
         self._stepping: Optimizer | None = None
@@ -79,10 +83,13 @@ class Updater:
         self._clip = NO_CLIP
         self._deferred = False
         self._queueing = False
+        self._broken = False
         self._task: int | None = None
+        self._reentrant: bool | None = None  # not known before the first pass
         self._names: dict[nn.Parameter, str] = {}
         self._modules: list[nn.Module] = []
         self._scalars: dict[torch.device, StepScalars] = {}
+        self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
 
     # ---------------------------------------------------------------- set-up
@@ -93,6 +100,7 @@ class Updater:
         Raises:
             UnsupportedError: An optimizer, an option or a parameter that cannot be updated exactly.
         """
+        self._broken, self._reentrant = False, None
         self._names = {param: name for name, param in module.named_parameters()}
         for optimizer in optimizers:
             self._adopt(optimizer)
@@ -104,8 +112,8 @@ class Updater:
         for slot in self.slots.values():
             if slot.handle is not None:
                 slot.handle.remove()
-            if getattr(slot.param, SLOT, None) is slot:
-                delattr(slot.param, SLOT)
+            if getattr(slot.leaf, SLOT, None) is slot:
+                delattr(slot.leaf, SLOT)
         self.slots.clear()
         self.reports.clear()
 
@@ -116,14 +124,17 @@ class Updater:
             rule.check(group)
             for param in group["params"]:
                 slot = self.slots.get(param)
-                if slot is None and param.requires_grad:
-                    self._add(param, optimizer, group, rule)
-                elif slot is not None and slot.optimizer is not optimizer:
+                if slot is None:
+                    if param.requires_grad:
+                        self._add(param, optimizer, group, rule)
+                elif slot.optimizer is not optimizer:
                     raise UnsupportedError(
                         f"{slot.name} belongs to two optimizers; give each parameter to one of them only."
                     )
-                elif slot is not None and slot.group is not group:
+                else:
                     slot.group = group  # load_state_dict replaces the group dictionaries
+                    if slot.tile != rule.tile(group):  # a schedule switched a moment on
+                        self._fill_state(slot)
 
     def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         name = self._names.get(param, f"parameter of shape {tuple(param.shape)} (not in the module)")
@@ -132,21 +143,41 @@ class Updater:
                 f"{name} is {str(param.dtype).removeprefix('torch.')}; fused updates need float32, bfloat16 or float64 "
                 "weights. Use precision='bf16-true', 'bf16-mixed', '32-true' or '64-true'."
             )
-        node = get_gradient_edge(param).node
-        slot = Slot(self, name, param, optimizer, group, rule, node)
-        slot.handle = node.register_hook(lambda *_: self._ready(slot))
+        slot = self._new_slot(name, param, optimizer, group, rule)
+        slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))
         self.slots[param] = slot
-        setattr(param, SLOT, slot)
+        setattr(slot.leaf, SLOT, slot)
+        slot.sparse = self.sparsity(slot)
         self._fill_state(slot)
+
+    def _new_slot(
+        self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
+    ) -> Slot:
+        return Slot(self, name, param, optimizer, group, rule, get_gradient_edge(param).node)
 
     def _fill_state(self, slot: Slot) -> None:
         """Create the state entries that are missing, as torch would before the first step."""
-        state, storage = slot.state, self.storage(slot)
-        wanted = [key for moment in storage for key in moment.entries()]
-        if not state or any(state.get(key) is None for key in wanted):
-            for key, value in slot.rule.init_state(slot.param, slot.group, storage).items():
+        slot.tile = slot.rule.tile(slot.group)
+        state, storage, like = slot.state, self.storage(slot), slot.param
+        if slot.sparse is not None:
+            slot.sparse.fill(state, storage)
+            like = slot.sparse.like
+        for moment in storage:
+            if isinstance(moment, Dense) and state.get(moment.name) is not None:
+                state[moment.name] = state[moment.name].to(moment.dtype)
+        wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
+        if any(state.get(key) is None for key in wanted):
+            for key, value in slot.rule.init_state(like, slot.group, storage).items():
                 if state.get(key) is None:
                     state[key] = value
+
+    def loadable(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`saved` without the states of sparse weights, which an optimizer cannot load; `restore` brings them."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        slots = (self.slots.get(param) for param in params)
+        sparse = {i for i, slot in zip(ids, slots, strict=False) if slot is not None and slot.sparse is not None}
+        return {**saved, "state": {i: entry for i, entry in saved["state"].items() if i not in sparse}}
 
     def restore(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Complete what ``optimizer.load_state_dict(saved)`` left.
@@ -161,17 +192,33 @@ class Updater:
             slot = self.slots.get(param)
             if slot is None:
                 continue
+            entry = saved["state"].get(i, {})
+            if slot.sparse is not None:
+                slot.sparse.restore(slot.state, self.storage(slot), entry)
+                self._fill_state(slot)
+                continue
+            if MASK in entry:
+                raise refusal("a checkpoint of SMET without SMET", slot.name)
             for storage in self.storage(slot):
-                value = saved["state"].get(i, {}).get(storage.name)
+                value = entry.get(storage.name)
                 if isinstance(storage, Dense) and value is not None:
                     slot.state[storage.name] = value.to(device=param.device, dtype=storage.dtype)
+            slot.state.update({key: entry[key].float().cpu() for key in slot.rule.counts if key in entry})
             self._fill_state(slot)
+
+    @staticmethod
+    def dense(slot: Slot) -> SparseLayer | None:
+        """The default of `sparsity`."""
+        return None
 
     def storage(self, slot: Slot) -> tuple[Storage, ...]:
         """How each moment of the slot's parameter lies in its state."""
-        param = slot.param
+        param, group = slot.param, slot.group
         wide = self.state_dtype == "float32" and param.dtype == torch.bfloat16
-        return slot.rule.storage(param, slot.group, torch.float32 if wide else param.dtype)
+        dtype = torch.float32 if wide else param.dtype
+        if slot.sparse is not None:
+            return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
+        return slot.rule.storage(param, group, dtype)
 
     # ---------------------------------------------------------------- a step
 
@@ -191,22 +238,36 @@ class Updater:
         self._adopt(optimizer)
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
+        for slot in mine:
+            slot.rule.counters(slot.state)
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
         self._set_clip(clip)
-        was_dirty, self.dirty = self.dirty, True
         complete = False
         try:
             yield
             self.finish()
             complete = True
         finally:
-            # Weights are half-updated if, and only if, the step broke off after its first update.
-            self.dirty = was_dirty or (not complete and any(slot.updated for slot in mine))
+            self._broken |= not complete and any(slot.updated for slot in mine)
             self._watch_flags(mine)
             for slot in mine:
                 slot.clear()
             self._stepping, self._deferred = None, False
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is open."""
+        return self._stepping is not None
+
+    @property
+    def dirty(self) -> bool:
+        """Whether some weights are one update ahead of others: in the middle of a step, or since one broke off."""
+        return self._broken or any(slot.updated for slot in self.slots.values())
+
+    def mend(self) -> None:
+        """Weights and states were loaded anew: nothing is half-updated any more."""
+        self._broken = False
 
     def forget_uses(self) -> None:
         """Start counting the uses of weights anew: the step's own forward pass comes next."""
@@ -230,14 +291,23 @@ class Updater:
         handle = None
         if loss.grad_fn is not None:
             handle = loss.grad_fn.register_prehook(lambda *_: self._enter())
+            if self._reentrant is None:
+                self._reentrant = _holds(loss.grad_fn, "CheckpointFunctionBackward")
+        for slot in self.slots.values():
+            slot.ready = False
         self.in_backward = True
         self._queueing = queue and self._stepping is None
         try:
             yield
-            if not self._deferred:
-                self._update_pending()
-        except BaseException:
+            self._end_pass()
+        except BaseException as error:
             self.drop_queue()
+            if "modified by an inplace operation" in str(error) and any(s.updated for s in self.slots.values()):
+                raise UpdateError(
+                    "a weight was updated in this fused step before another backward pass, or an operation outside "
+                    "autograd's sight (a use of weight.detach()), was done with it. Run one backward pass per fused "
+                    "step, and use weight.detach().clone() where a layer's weight enters without its gradient."
+                ) from error
             raise
         finally:
             self.in_backward = self._queueing = False
@@ -269,6 +339,7 @@ class Updater:
         """The engine ran the parameter's AccumulateGrad node."""
         if not self._owns(slot):
             return
+        slot.ready = True
         if self._queueing:
             self._fold(slot)
             return
@@ -276,10 +347,12 @@ class Updater:
             slot.hold_gradient()
             self._fold(slot)
             return
-        nested = torch._C._current_graph_task_id() != self._task
-        if nested and not (slot.uses == len(slot.factors) == 1 and slot.param.grad is None):
-            return
-        self._update(slot)
+        if torch._C._current_graph_task_id() != self._task:
+            self._reentrant = True
+            if slot.uses == len(slot.factors) == 1 and slot.param.grad is None:
+                self._update(slot)
+        elif not self._reentrant:
+            self._update(slot)
 
     @torch.no_grad()
     def _fold(self, slot: Slot) -> None:
@@ -290,6 +363,11 @@ class Updater:
                 f"{slot.name} [{out}, {inputs}] sees more tokens per step than its factors are worth keeping; its "
                 "gradient is accumulated in one buffer instead, and so are those of other such layers."
             )
+
+    def _end_pass(self) -> None:
+        """The engine is through with a backward pass."""
+        if not self._deferred:
+            self._update_pending(ready=True)
 
     def finish(self, clip: Clip | None = None) -> None:
         """Update everything that waits; with norm clipping, after its coefficient is known.
@@ -304,7 +382,7 @@ class Updater:
         waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending]
         coefficient = None
         if self._clip.norm is not None and waiting:
-            self.norms = gradient_norms(waiting)
+            self.norms = self._norms(waiting)
             if not self._finite_norm(self.norms, len(waiting)):
                 self.drop_queue(self._stepping)
                 return
@@ -312,6 +390,9 @@ class Updater:
             for device, scalars in self._scalars.items():
                 scalars.scale(coefficient.to(device))
         self._update_pending(coefficient)
+
+    def _norms(self, waiting: Sequence[Slot]) -> Norms:
+        return gradient_norms(waiting)
 
     def _finite_norm(self, norms: Norms, count: int) -> bool:
         """Whether the step may go on. Asking a GPU means waiting for it, so under "raise" its kernels tell later."""
@@ -323,10 +404,11 @@ class Updater:
         self.reports.report(name, self._step, count)
         return False
 
-    def _update_pending(self, coefficient: Tensor | None = None) -> None:
+    def _update_pending(self, coefficient: Tensor | None = None, ready: bool = False) -> None:
+        """Update what waits; at the end of a pass only what it reached, as another pass may reach the rest."""
         if self._stepping is not None:
             for slot in self._slots_of(self._stepping):
-                if slot.pending:
+                if slot.pending and (slot.ready or not ready):
                     self._update(slot, coefficient)
 
     @torch.no_grad()
@@ -334,43 +416,63 @@ class Updater:
         factors, grad = slot.collect()
         if not factors and grad is None:
             return
+        if grad is not None and grad.layout != torch.strided:
+            raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
+        update = self._begin(slot, coefficient)
+        if factors:
+            finite = apply_factors(update, factors, grad, self.kernel)
+        else:
+            assert grad is not None
+            finite = apply_gradient(update, grad, self.kernel)
+        self._settle(slot, finite)
+
+    def _begin(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
+        """The one update of the slot's parameter in this step."""
         if slot.updated:
             raise UpdateError(
                 f"{slot.name} received another gradient after its update in step {self._step}. "
                 "Only one backward pass may run in a fused step: add the losses, or run the others before it, outside "
                 "`fused_step`."
             )
-        if grad is not None and grad.layout != torch.strided:
-            raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
         slot.updated = True
-        update = Update(
+        return Update(
             name=slot.name,
-            weight=slot.param.detach(),
-            state=slot.state,
+            weight=slot.weight,
+            state=slot.update_state,
             rule=slot.rule,
-            tile=slot.rule.tile(slot.group),
+            tile=slot.tile,
             storage=self.storage(slot),
             scalars=slot.scalars,
             key=slot.key,
             rounding=self.rounding,
             coefficient=coefficient,
+            offset=slot.offset,
             row=slot.row,
             row_key=slot.row_key,
             nonfinite=slot.nonfinite,
+            active=None if slot.sparse is None else slot.sparse.update(self._ages(slot.sparse)),
         )
-        if factors:
-            finite = apply_factors(update, factors, grad, self.kernel)
-        else:
-            assert grad is not None
-            finite = apply_gradient(update, grad, self.kernel)
+
+    def _ages(self, sparse: SparseLayer) -> Ages:
+        """Scalars by age, computed once for all layers that are alike."""
+        key = sparse.ages_key()
+        if key not in self._aged:
+            self._aged[key] = sparse.ages_of_step()
+        return self._aged[key]
+
+    def _settle(self, slot: Slot, finite: bool) -> None:
+        """Count an update, or report that it was left out."""
         if finite:
             slot.rule.advance(slot.group, slot.state)
+            if slot.sparse is not None:
+                slot.sparse.advance(self._step)
         else:
             self.reports.report(slot.name, self._step)
 
     def _set_clip(self, clip: Clip) -> None:
         assert self._stepping is not None
         self._clip = clip
+        self._aged.clear()
         mine = self._slots_of(self._stepping)
         for device in {slot.param.device for slot in mine}:
             scalars = self._scalars.setdefault(device, StepScalars(device))
@@ -385,3 +487,17 @@ class Updater:
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.optimizer is optimizer]
+
+
+def _holds(root: Node, name: str) -> bool:
+    """Whether the autograd graph under `root` has a node of that name."""
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        if node.name() == name:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False

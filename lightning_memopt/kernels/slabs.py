@@ -44,8 +44,35 @@ def slabs(
         yield start, stop, slab
 
 
+def pieces(
+    factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """As `slabs`, also where all of the gradient is stored and there are no factors."""
+    if factors:
+        yield from slabs(factors, grad, dtype, rows)
+        return
+    assert grad is not None
+    for start in range(0, len(grad), rows):
+        yield start, min(start + rows, len(grad)), grad[start : start + rows].to(dtype)
+
+
 def join(factors: Sequence[Factors]) -> Factors:
     """One pair with the tokens of all: the sum of products is the product of the concatenations."""
     if len(factors) == 1:
         return factors[0]
     return torch.cat([dy for dy, _ in factors]), torch.cat([x for _, x in factors])
+
+
+def finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int, limit: float) -> bool:
+    """Whether every element of the weight gradient is smaller than `limit` in magnitude; waits for the device.
+
+    A slab cannot be taken back, so this is asked before the first one is consumed. Bounds on the factors answer it
+    nearly always; only gradients near the limit, or beyond, are formed once more than needed.
+    """
+    bound = 0.0 if grad is None or not grad.numel() else float(grad.abs().amax())
+    for dy, x in factors:
+        if dy.numel() and x.numel():
+            bound += float(dy.abs().amax()) * float(x.abs().amax()) * len(dy)
+    if bound < min(limit, torch.finfo(dtype).max):
+        return True
+    return all(bool((slab.abs() < limit).all()) for _, _, slab in slabs(factors, grad, dtype, rows))

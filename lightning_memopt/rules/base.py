@@ -29,8 +29,6 @@ State = dict[str, Any]
 
 # Columns shared by all rules in a parameter's row of device scalars; a rule's own scalars follow.
 COMMON_SCALARS = ("scale", "clip", "l2", "decay")
-# State entries that count: read on the host at the start of each step.
-COUNTERS = ("step", "mu_product")
 # Moments that bf16 to nearest would freeze; see `Dense.slow`.
 SLOW_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 
@@ -41,6 +39,9 @@ class Rule:
     Attributes:
         optimizer: The optimizer class this rule stands for.
         scalar_names: Names of the rule's own per-step scalars, in the order the kernels read them.
+        counts: State entries that count steps, 0-dimensional float32, with their values before the first one.
+        aged_scalars: Those of them that correct for how many steps the moments have seen. Moments of weights that were
+            regrown (`lightning_memopt.sparsity`) have seen fewer than the parameter's others.
         decoupled: Whether weight decay multiplies the weight (AdamW) instead of joining the gradient (Adam).
         limit: Gradient elements of this magnitude or more are treated as those that are not finite.
         refused: Group options that must be falsy, each with what to do instead.
@@ -48,6 +49,8 @@ class Rule:
 
     optimizer: ClassVar[type[Optimizer]]
     scalar_names: ClassVar[tuple[str, ...]]
+    aged_scalars: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[Mapping[str, float]] = {"step": 0.0}
     decoupled: ClassVar[bool] = False
     limit: ClassVar[float] = float("inf")
     refused: ClassVar[Mapping[str, str]] = {
@@ -85,34 +88,37 @@ class Rule:
 
     def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
         """The state torch's optimizer would hold before its first step on `param`."""
-        state: State = {"step": torch.zeros((), dtype=torch.float32)}
+        state: State = {key: torch.tensor(value) for key, value in self.counts.items()}
         for moment in storage:
             state.update(moment.create(param))
         return state
 
-    @staticmethod
-    def counters(state: State) -> State:
-        """Copies of the 0-dimensional entries that count steps.
+    def counters(self, state: State) -> State:
+        """Copies of the entries that count steps.
 
-        They live on the CPU, where `scalars` reads them without waiting for a device; those that a checkpoint or
-        Lightning moved to one are brought back.
+        They live on the CPU in float32, where `scalars` reads them without waiting for a device; those that a
+        checkpoint or Lightning moved or cast are brought back.
         """
-        for key in COUNTERS:
-            if key in state and state[key].device.type != "cpu":
-                state[key] = state[key].cpu()
-        return {key: state[key].clone() for key in COUNTERS if key in state}
+        for key in self.counts:
+            state[key] = state[key].to("cpu", torch.float32)
+        return {key: state[key].clone() for key in self.counts}
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """The rule's own scalars for the update about to be taken, in float64, under `scalar_names`."""
         raise NotImplementedError
 
+    def aged(self, group: Group, state: State, age: int) -> Mapping[str, Any]:
+        """What `scalars` reads from the state, for a weight about to take its `age`-th update (the first is 1)."""
+        return {**state, "step": age - 1}
+
     def cache_key(self, state: State) -> tuple[float, ...]:
         """What `scalars` reads from the state: parameters of one group with equal keys share their scalars."""
-        return (float(state["step"]),)
+        return tuple(float(state[key]) for key in self.counts)
 
     def advance(self, group: Group, state: State) -> None:
         """Count one update that was taken."""
-        state["step"] += 1
+        if "step" in self.counts:
+            state["step"] += 1
 
     def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """Take one step in place on `w` and `moments`: the reference every kernel is tested against.

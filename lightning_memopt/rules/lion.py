@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ class LionRule(Rule):
 
     optimizer = Lion
     scalar_names = ("lr", "one_minus_beta1", "one_minus_beta2")
+    counts: ClassVar[Mapping[str, float]] = {}
     decoupled = True
 
     def moments(self, group: Group) -> tuple[str, ...]:
@@ -30,9 +32,7 @@ class LionRule(Rule):
         beta1, beta2 = (float(b) for b in group["betas"])
         return {"lr": float(group["lr"]), "one_minus_beta1": 1 - beta1, "one_minus_beta2": 1 - beta2}
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w and exp_avg."""
         (m,) = moments
         w.add_(m.lerp(g, s["one_minus_beta1"]).sign_(), alpha=-s["lr"])

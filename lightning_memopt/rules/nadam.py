@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim import NAdam
 
 from lightning_memopt.rules.base import Group, Rule, State
-from lightning_memopt.rules.storage import Storage
 
 
 def _mu(group: Group, t: float) -> float:
     return float(group["betas"][0]) * (1 - 0.5 * 0.96 ** (t * group["momentum_decay"]))
+
+
+# Products of the momentum schedule over the first steps, by beta1 and decay; each list grows as weights age.
+_PRODUCTS: dict[tuple[float, float], list[float]] = {}
+
+
+def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
+    products = _PRODUCTS.setdefault((beta1, momentum_decay), [1.0])
+    while len(products) <= steps and products[-1] > 0:
+        mu = _mu({"betas": (beta1,), "momentum_decay": momentum_decay}, len(products))
+        products.append(products[-1] * mu)
+    return products[min(steps, len(products) - 1)]
 
 
 class NAdamRule(Rule):
@@ -30,6 +41,9 @@ class NAdamRule(Rule):
         "eps",
     )
 
+    aged_scalars = ("g_step", "m_step", "inv_sqrt_bias2")
+    counts: ClassVar[Mapping[str, float]] = {"step": 0.0, "mu_product": 1.0}
+
     def moments(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
@@ -37,15 +51,6 @@ class NAdamRule(Rule):
     def tile(self, group: Group) -> str:
         """See `kernels.tiles.nadam`."""
         return "nadam"
-
-    def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
-        """Adds the running product of the momentum schedule."""
-        state = super().init_state(param, group, storage)
-        return state | {"mu_product": torch.ones((), dtype=torch.float32)}
-
-    def cache_key(self, state: State) -> tuple[float, ...]:
-        """The product depends on the history of betas, so it is part of the key."""
-        return (float(state["step"]), float(state["mu_product"]))
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """Step sizes of gradient and first moment at t = state["step"] + 1."""
@@ -63,14 +68,17 @@ class NAdamRule(Rule):
             "eps": float(group["eps"]),
         }
 
+    def aged(self, group: Group, state: State, age: int) -> Mapping[str, Any]:
+        """The momentum schedule, too, starts anew with a weight."""
+        product = _mu_product(float(group["betas"][0]), float(group["momentum_decay"]), age - 1)
+        return {"step": age - 1, "mu_product": product}
+
     def advance(self, group: Group, state: State) -> None:
         """Count the step and extend the momentum product."""
         super().advance(group, state)
         state["mu_product"] *= _mu(group, float(state["step"]))
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w, exp_avg, exp_avg_sq."""
         m, v = moments
         m.lerp_(g, s["one_minus_beta1"])

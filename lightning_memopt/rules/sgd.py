@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from torch.optim import SGD
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.rules.base import Group, Rule, State
-from lightning_memopt.rules.storage import Storage
 
 
 class SGDRule(Rule):
@@ -17,6 +17,7 @@ class SGDRule(Rule):
 
     optimizer = SGD
     scalar_names = ("lr", "momentum", "nesterov")
+    counts: ClassVar[Mapping[str, float]] = {}
 
     def check(self, group: Group) -> None:
         """Also refuse dampening: torch leaves it out of a buffer's first step only, which a zero buffer cannot tell."""
@@ -32,17 +33,6 @@ class SGDRule(Rule):
         """See `kernels.tiles`: with and without a buffer."""
         return "sgd_momentum" if group["momentum"] else "sgd"
 
-    def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
-        """SGD counts no steps."""
-        return {key: value for moment in storage for key, value in moment.create(param).items()}
-
-    def cache_key(self, state: State) -> tuple[float, ...]:
-        """Nothing of the state enters the scalars."""
-        return ()
-
-    def advance(self, group: Group, state: State) -> None:
-        """SGD counts no steps."""
-
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """Learning rate and momentum."""
         return {
@@ -51,9 +41,7 @@ class SGDRule(Rule):
             "nesterov": float(bool(group["nesterov"])),
         }
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w and, if there is one, momentum_buffer."""
         step = g
         if moments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +44,9 @@ class ForgeMixin(Strategy):
             ``["*.layers.*"]`` for the blocks of a transformer.
     """
 
+    strategy_name: ClassVar[str]
+    updater_class: ClassVar[type[Updater]] = Updater
+
     def __init__(
         self,
         rounding: Rounding = "stochastic",
@@ -59,12 +62,13 @@ class ForgeMixin(Strategy):
         _check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
         _check_choice("nonfinite", nonfinite, ("raise", "skip"))
         _check_choice("state_dtype", state_dtype, ("param", "float32"))
-        self.updater = Updater(rounding, kernel, nonfinite, state_dtype, seed)
+        self.updater = self.updater_class(rounding, kernel, nonfinite, state_dtype, seed)
         self.checkpoint = tuple(checkpoint)
         self._checkpointed: list[tuple[torch.nn.Module, Any]] = []
         self._fused_optimizers: set[int] = set()
         self._clips_itself = False
         self._clip_called = False
+        self._queues = True
         self._reported_skips = 0
 
     # ---------------------------------------------------------------- set-up
@@ -73,10 +77,15 @@ class ForgeMixin(Strategy):
         """Create the optimizers, refuse what cannot be exact, fill their states and hook the model."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
+        self._fused_optimizers.clear()
+        self._prepare_optimizers()
         self._check(trainer, self.lightning_module)
         self.updater.attach(self.lightning_module, self.optimizers)
         # After the updater, so that a layer runs its fused forward again, and may itself be checkpointed.
         self._checkpointed = checkpointing.install(self.lightning_module, self.checkpoint)
+
+    def _prepare_optimizers(self) -> None:
+        """What must be done to fresh optimizers before the updater sees them."""
 
     def setup_precision_plugin(self) -> None:
         """Connect the precision plugin; the optimizers are in their final wrappers only after that."""
@@ -84,21 +93,31 @@ class ForgeMixin(Strategy):
         self._guard()
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        where = f"strategy '{self.strategy_name}'"
         if self.updater.kernel == "fused" and self.root_device.type == "cpu":
-            raise refusal("kernel 'fused' on a CPU")
+            raise refusal("kernel 'fused' on a CPU", where)
         precision = self.precision_plugin
         if precision.precision == "16-mixed":
-            raise refusal("precision 16-mixed")
+            raise refusal("precision 16-mixed", where)
         if precision.precision == "16-true":
-            raise refusal("precision 16-true")
+            raise refusal("precision 16-true", where)
         if type(precision) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
-            raise refusal("other precision plugins", f"{type(precision).__name__} under strategy 'forge'")
+            raise refusal("other precision plugins", f"{type(precision).__name__} under {where}")
         self._clips_itself = is_overridden("configure_gradient_clipping", module)
+        # A module that zeroes or steps in its own way might drop micro-batches, so their gradients stay autograd's.
+        self._queues = not any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "optimizer_step"))
         for name, submodule in module.named_modules():
             if getattr(submodule, "sparse", False) and isinstance(
                 submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
             ):
                 raise refusal("sparse embedding gradients", name)
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            holders = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+            names = [type(h).__name__ for h in holders if _is_users_own(h, hook)]
+            if names and module.automatic_optimization:
+                rank_zero_warn(
+                    f"{', '.join(names)}: {hook} finds no gradients; they are consumed in the backward pass."
+                )
         for optimizer in self.optimizers:
             for option in ("foreach", "fused"):
                 if any(group.get(option) for group in optimizer.param_groups):
@@ -124,7 +143,7 @@ class ForgeMixin(Strategy):
                 if self._clips_itself:
                     self._clip_called = True
                     self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
-            elif id(optimizer) in self._fused_optimizers and clip_val > 0:
+            elif id(getattr(optimizer, "optimizer", optimizer)) in self._fused_optimizers and clip_val > 0:
                 raise refusal("clip_gradients after fused_step", type(module).__name__)
             else:
                 plain(precision, optimizer, clip_val, gradient_clip_algorithm)
@@ -134,13 +153,36 @@ class ForgeMixin(Strategy):
             self._guard_zero_grad(optimizer, optimizer)
         for wrapper in self._lightning_optimizers:
             self._guard_zero_grad(wrapper, wrapper.optimizer)
+        if is_overridden("optimizer_zero_grad", self.lightning_module):
+            self._probe_zero_grad()
 
     def _guard_zero_grad(self, holder: Any, optimizer: Optimizer) -> None:
         def zero_grad(set_to_none: bool = True) -> None:
+            if not set_to_none:
+                raise refusal("zero_grad(set_to_none=False)")
             self.updater.drop_queue(optimizer)
             type(optimizer).zero_grad(optimizer, set_to_none)
 
         holder.zero_grad = zero_grad
+
+    def _probe_zero_grad(self) -> None:
+        """Refuse a module that keeps gradients over steps, which a step that consumes them cannot do.
+
+        A placeholder gradient that takes no memory shows whether the hook clears it, for two batches in a row.
+        """
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        assert module is not None
+        param = next((p for g in optimizer.param_groups for p in g["params"] if p.requires_grad), None)
+        if param is None or not module.automatic_optimization:
+            return
+        for batch_idx in range(2):
+            param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+            try:
+                module.optimizer_zero_grad(0, batch_idx, optimizer)
+                if param.grad is not None:
+                    raise refusal("optimizer_zero_grad that keeps gradients", type(module).__name__)
+            finally:
+                param.grad = None
 
     def _unguard(self) -> None:
         self.precision_plugin.__dict__.pop("clip_gradients", None)
@@ -199,7 +241,7 @@ class ForgeMixin(Strategy):
         """Lightning's backward; inside an armed step it updates the weights."""
         module = self.lightning_module
         assert module is not None
-        with self.updater.backward(closure_loss, queue=module.automatic_optimization):
+        with self.updater.backward(closure_loss, queue=module.automatic_optimization and self._queues):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -267,10 +309,18 @@ class ForgeMixin(Strategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load, then complete what plain optimizers leave out of their states."""
-        super().load_optimizer_state_dict(checkpoint)
+        saved_states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        loadable = [self.updater.loadable(optimizer, saved) for optimizer, saved in saved_states]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": loadable})
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.updater.restore(optimizer, saved)
-        self.updater.dirty = False
+        self.updater.mend()
+
+
+def _is_users_own(holder: object, hook: str) -> bool:
+    """Whether the method comes from outside Lightning and this package."""
+    module = getattr(type(holder), hook).__module__
+    return module.partition(".")[0] not in ("lightning", "lightning_memopt")
 
 
 def make_clip(clip_val: float, algorithm: str | None) -> Clip:

@@ -1,0 +1,101 @@
+"""What ranks tell each other on the host during a step: token counts, and that one of them failed.
+
+Collectives on tensors must be issued by all ranks in one order and with sizes that fit. Autograd gives every rank the
+same order if all run the same layers. Before each exchange the ranks announce which one comes and how many tokens they
+have, so that a rank that ran other layers, or raised an error, stops all of them with a message instead of a hang.
+
+The announcements go through a gloo group of their own: the host waits for the other hosts, never for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_memopt.backward.exchange import all_gather
+from lightning_memopt.errors import UpdateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FAILED = -1
+# Seconds a failed rank waits for the others to hear of it.
+PATIENCE = 10
+
+
+class Peers:
+    """The ranks of a run, on the host. With one rank, everything is answered at once.
+
+    Args:
+        size: Number of ranks.
+        timeout: Of every announcement.
+    """
+
+    def __init__(self, size: int, timeout: timedelta) -> None:
+        self.size = size
+        self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        self._failed = False
+
+    def announce(self, kind: int, number: int, value: int, name: str) -> list[int]:
+        """Tell the others what comes next, and a number; returns every rank's number, in rank order.
+
+        Args:
+            kind: What comes next.
+            number: Which one.
+            value: What the others want to know of it, for example this rank's tokens.
+            name: The same in words, for messages.
+
+        Raises:
+            UpdateError: Another rank failed, or is about to do something else.
+        """
+        if self._group is None:
+            return [value]
+        heard = self._gather([kind, number, value])
+        for rank, (other, _, _) in enumerate(heard):
+            if other == FAILED:
+                self._failed = True
+                raise UpdateError(self._words_of(rank))
+        if any(other[:2] != [kind, number] for other in heard):
+            self._failed = True
+            raise UpdateError(
+                f"ranks disagree about the layer whose gradient comes next; this one has {name}. Every rank must run "
+                "the same layers in the same order in each step (tokens may differ, the path through the model may not)."
+            )
+        return [value for _, _, value in heard]
+
+    def all_of(self, flags: Sequence[bool], kind: int) -> list[bool]:
+        """Whether each flag is set on all ranks."""
+        if self._group is None:
+            return list(flags)
+        self.announce(kind, len(flags), 0, "the end of the step")
+        both = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
+        return [bool(flag) for flag in both.tolist()]
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the other ranks at their next announcement, with this rank's error."""
+        if self._group is None or self._failed:
+            return
+        self._failed = True
+        words = f"rank {dist.get_rank(self._group)} failed: {type(error).__name__}: {error}"
+        try:
+            heard = torch.empty(self.size * 3, dtype=torch.int64)
+            mine = torch.tensor([FAILED, 0, 0])
+            all_gather(heard, mine, group=self._group, async_op=True).wait(timedelta(seconds=PATIENCE))
+            self._words_of(dist.get_rank(self._group), words)
+        except (RuntimeError, ValueError):  # nobody listens any more
+            pass
+
+    def _gather(self, header: list[int]) -> list[list[int]]:
+        heard = torch.empty(self.size * len(header), dtype=torch.int64)
+        all_gather(heard, torch.tensor(header), group=self._group)
+        return heard.view(self.size, -1).tolist()
+
+    def _words_of(self, rank: int, words: str = "") -> str:
+        box = [words]
+        dist.broadcast_object_list(box, group=self._group, group_src=rank)
+        return box[0]

@@ -1,0 +1,171 @@
+"""A parameter of which the optimizer holds a shard: what FSDP2 does to it, seen from the updater.
+
+FSDP2 keeps two parameters for one weight. The sharded one, a DTensor, is the optimizer's; the unsharded one is what
+layers and autograd see, its memory filled before forward and backward and freed after. Gradients of the unsharded one
+that autograd stores are averaged over ranks into ``grad`` of the sharded one, at the end of a module's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from lightning_memopt.backward.exchange import Ranks
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.slabs import join
+from lightning_memopt.optim.shards import local
+from lightning_memopt.rules.storage import Storage
+
+
+class ShardedSlot(Slot):
+    """A slot whose update writes this rank's rows.
+
+    Its ``factors``, ``buffer`` and ``grad`` are of these rows and summed over ranks; `mean` makes the sum an average.
+
+    Args:
+        unsharded: What layers and autograd use.
+        ranks: Who shares the gradient.
+        number: Position among all slots, the same on all ranks.
+
+    Attributes:
+        outgoing: Factors (dY, x) of this rank's tokens that have not been sent to the owners of their rows, and the
+            version of x.
+    """
+
+    def __init__(self, *args: Any, unsharded: nn.Parameter, ranks: Ranks, number: int) -> None:
+        unsharded.requires_grad_(True)
+        super().__init__(*args, get_gradient_edge(unsharded).node)
+        self._unsharded, self.ranks, self.number = unsharded, ranks, number
+        self.outgoing: list[tuple[Tensor, Tensor, int]] = []
+        shape = self.param.shape
+        first, last = ranks.rows(shape[0])
+        if (last - first, *shape[1:]) != tuple(local(self.param).shape):
+            raise UnsupportedError(
+                f"{self.name} of shape {tuple(shape)} is not sharded evenly by rows over {ranks.shards} ranks. Let the "
+                "strategy shard the model, or call fully_shard without a shard_placement_fn."
+            )
+        self.offset = first * shape[1:].numel()
+        if len(shape) == 2:
+            self.mean = 1 / ranks.size
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """FSDP2's unsharded parameter."""
+        return self._unsharded
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return local(self.param.detach())
+
+    @property
+    def update_state(self) -> MutableMapping[str, Any]:
+        """This rank's rows of the state."""
+        return LocalState(self.state)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any part of a gradient waits here."""
+        return bool(self.outgoing) or super().pending
+
+    @property
+    def stored(self) -> bool:
+        """Whether autograd stored a part of the gradient, which FSDP2 averages over ranks sooner or later."""
+        return self.leaf.grad is not None or self.param.grad is not None
+
+    def take(self, dy: Tensor, x: Tensor) -> bool:
+        """Keep the factors of one use until they are sent."""
+        if not self.updater.takes(self):
+            return False
+        self.outgoing.append((dy, x, x._version))
+        return True
+
+    def take_lookup(self, *_: Any) -> bool:
+        """Leave the gradient of an embedding to autograd and FSDP2."""
+        return False
+
+    def take_outgoing(self) -> Factors:
+        """This rank's factors, to be sent.
+
+        Raises:
+            UpdateError: An input was changed in place after its use.
+        """
+        kept = self.factors, self.versions
+        self.factors = [(dy, x) for dy, x, _ in self.outgoing]
+        self.versions = [version for _, _, version in self.outgoing]
+        try:
+            self._check_inputs()
+            return join(self.factors)
+        finally:
+            self.outgoing = []
+            self.factors, self.versions = kept
+
+    def arrive(self, factors: Factors) -> None:
+        """Take in factors of this rank's rows, over the tokens of all ranks."""
+        self.factors.append(factors)
+        self.versions.append(factors[1]._version)
+
+    def add_rows(self, start: int, stop: int, block: Tensor) -> None:
+        """Add rows of dW, summed over ranks, to the buffer."""
+        if self.buffer is None:
+            weight = self.weight
+            self.buffer = torch.zeros(weight.shape, dtype=compute_dtype(weight), device=weight.device)
+        self.buffer[start:stop] += block
+
+    def hold_gradient(self) -> None:
+        """Take FSDP2's average as the sum that the other parts are."""
+        if self.param.grad is not None:
+            grad, self.param.grad = local(self.param.grad), None
+            if self.mean != 1:
+                grad = grad.to(compute_dtype(grad)) / self.mean
+            self.grad = grad if self.grad is None else self.grad + grad
+
+    def drop(self) -> None:
+        """Also forget what was not sent."""
+        super().drop()
+        self.outgoing = []
+
+
+class LocalState(MutableMapping[str, Any]):
+    """An optimizer's state of one parameter with each DTensor as this rank's part of it, by reference."""
+
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._state[key]
+        return local(value) if isinstance(value, Tensor) else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._state[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def spread_rows(param: Tensor, value: Tensor) -> DTensor:
+    """This rank's rows of a state entry as a DTensor that is sharded like the parameter."""
+    assert isinstance(param, DTensor)
+    shape = torch.Size((param.shape[0], *value.shape[1:]))
+    stride = tuple(shape[i + 1 :].numel() for i in range(len(shape)))
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def row_entries(storage: Storage, state: MutableMapping[str, Any]) -> list[str]:
+    """Those entries of a moment that have a row for each row of the weight; others are the same on all ranks."""
+    rows = storage.rows(state, 0, 0)
+    return [key for key in storage.entries() if key in state and rows[key] is not state[key]]

@@ -1,0 +1,268 @@
+"""The updater of sharded parameters: gradients are summed over ranks before rules see them.
+
+Autograd says when this rank's part of a gradient is complete, as for one device. Then, instead of updating, the factors
+are sent to the owners of their rows (`lightning_memopt.backward.exchange`), and the update of one layer runs when those
+of the next are on their way, so that communication overlaps the backward computation in between. Every rank sends the
+same layers in the same order.
+
+    step, immediate    factors are sent, and the owner's rows updated, as soon as they are complete
+    step, deferred     factors are sent; their owner keeps them, or the gradient of its rows if that is smaller
+    queue              the same, for an earlier micro-batch
+
+What autograd stores (embeddings, norms, biases, a tied weight's other use) is averaged by FSDP2 itself and used at the
+end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
+from lightning_memopt.backward.exchange import Exchange, Ranks, any_rank, reduce_rows, sum_over_shards
+from lightning_memopt.backward.nonfinite import NonFiniteReports
+from lightning_memopt.backward.peers import Peers
+from lightning_memopt.backward.sharded_slot import ShardedSlot, row_entries, spread_rows
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
+from lightning_memopt.backward.updater import Updater
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.kernels import apply_slabs
+from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.rules import Rule
+from lightning_memopt.rules.storage import Dense, Storage
+
+if TYPE_CHECKING:
+    from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
+
+# Kinds of announcements.
+FACTORS, END = 1, 2
+
+
+class ShardedUpdater(Updater):
+    """An updater for parameters sharded by FSDP2. `share` comes before `attach`.
+
+    Attributes:
+        route: How gradients of linear layers are summed over ranks; ``"auto"`` takes what moves fewer bytes.
+        plan: Route and bytes received, by parameter name, of the last step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reports = NonFiniteReports(self.reports.mode, together=True)
+        self.route: Literal["auto"] | Route = "auto"
+        self.plan: dict[str, tuple[Route, int]] = {}
+        self.ranks: Ranks | None = None
+        self.peers: Peers | None = None
+        self._unsharded: Mapping[nn.Parameter, nn.Parameter] = {}
+        self._flying: tuple[ShardedSlot, Exchange, bool] | None = None
+        self._outcomes: list[tuple[Slot, bool]] = []
+        self._said_plan = False
+
+    # ---------------------------------------------------------------- set-up
+
+    def share(self, ranks: Ranks, peers: Peers, unsharded: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Say who trains together, and which unsharded parameter belongs to each sharded one."""
+        self.ranks, self.peers, self._unsharded = ranks, peers, unsharded
+
+    def _new_slot(
+        self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
+    ) -> Slot:
+        unsharded = self._unsharded.get(param)
+        if unsharded is None:
+            raise UnsupportedError(
+                f"{name} is trained but not sharded, so its gradient would differ between ranks. Call fully_shard on a "
+                "module that holds it, or do not shard in configure_model and let the strategy do so."
+            )
+        assert self.ranks is not None
+        number = len(self.slots)
+        return ShardedSlot(
+            self, name, param, optimizer, group, rule, unsharded=unsharded, ranks=self.ranks, number=number
+        )
+
+    def _fill_state(self, slot: Slot) -> None:
+        """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter."""
+        slot.tile = slot.rule.tile(slot.group)
+        state, storage = slot.state, self.storage(slot)
+        for moment in storage:
+            if isinstance(moment, Dense) and state.get(moment.name) is not None:
+                state[moment.name] = state[moment.name].to(moment.dtype)
+        wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
+        if all(state.get(key) is not None for key in wanted):
+            return
+        fresh = slot.rule.init_state(slot.weight, slot.group, storage)
+        for moment in storage:
+            for key in row_entries(moment, fresh):
+                fresh[key] = spread_rows(slot.param, fresh[key])
+        state.update({key: value for key, value in fresh.items() if state.get(key) is None})
+
+    def load(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+        """Make saved options and states the optimizer's own; parameters without a saved state get a fresh one.
+
+        Raises:
+            UnsupportedError: A moment was saved in a form that the optimizer does not keep.
+        """
+        for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
+            group.update(options)
+        self._adopt(optimizer)
+        for param, entries in saved.states.items():
+            slot = self.slots.get(param)  # type: ignore[call-overload]
+            if slot is None:
+                continue
+            state: dict[str, Any] = {key: entries[key].float().cpu() for key in slot.rule.counts if key in entries}
+            for moment in self.storage(slot):
+                if moment.name in entries:
+                    fresh = _restored(slot, moment, entries)
+                    rows = row_entries(moment, fresh)
+                    state |= {key: spread_rows(param, fresh[key]) if key in rows else fresh[key] for key in fresh}
+            slot.state.clear()
+            slot.state.update(state)
+            self._fill_state(slot)
+
+    # ---------------------------------------------------------------- a backward pass
+
+    def _ready(self, slot: Slot) -> None:
+        """This rank's part of the gradient is complete, or one of its parts in a nested pass."""
+        assert isinstance(slot, ShardedSlot)
+        if not self._owns(slot):
+            return
+        slot.ready = True
+        if not slot.outgoing:
+            return
+        once = slot.uses == len(slot.outgoing) == 1
+        if torch._C._current_graph_task_id() != self._task:
+            self._reentrant = True
+        complete = once if self._reentrant else not slot.stored
+        immediate = self._stepping is not None and not self._deferred
+        self._send(slot, immediate and complete and not slot.stored)
+
+    @torch.no_grad()
+    def _send(self, slot: ShardedSlot, complete: bool) -> None:
+        """Send what `slot` has; if that makes the gradient `complete`, its owner's update follows."""
+        assert self.ranks is not None and self.peers is not None
+        ranks = self.ranks
+        dy, x = slot.take_outgoing()
+        if ranks.size == 1:
+            slot.arrive((dy, x))
+            self._arrived(slot, complete)
+            return
+        tokens = self.peers.announce(FACTORS, slot.number, len(dy), slot.name)
+        route = self._choose(slot, max(tokens), dy.element_size())
+        if route == "exchange":
+            before, self._flying = self._flying, (slot, Exchange(dy, x, max(tokens), ranks), complete)
+            self._receive(before)
+            return
+        self._land()
+        blocks = reduce_rows(dy, x, ranks, compute_dtype(slot.param))
+        if complete:
+            self._settle(slot, apply_slabs(self._begin(slot), blocks, self.kernel))
+        else:
+            for start, stop, block in blocks:
+                slot.add_rows(start, stop, block)
+
+    def _choose(self, slot: ShardedSlot, tokens: int, itemsize: int) -> Route:
+        assert self.ranks is not None
+        size, shards, shape = self.ranks.size, self.ranks.shards, (slot.param.shape[0], slot.param.shape[1])
+        wide = compute_dtype(slot.param).itemsize
+        route = cheaper_route(shape, tokens, size, shards, itemsize, wide) if self.route == "auto" else self.route
+        if route == "exchange":
+            moved = exchange_bytes(shape, tokens, size, shards, itemsize)
+        else:
+            moved = reduce_bytes(shape, size, shards, wide)
+        self.plan[slot.name] = route, moved
+        return route
+
+    def _land(self) -> None:
+        flying, self._flying = self._flying, None
+        self._receive(flying)
+
+    def _receive(self, flying: tuple[ShardedSlot, Exchange, bool] | None) -> None:
+        """Wait for factors under way, on the device."""
+        if flying is not None:
+            slot, exchange, complete = flying
+            slot.arrive(exchange.wait())
+            self._arrived(slot, complete)
+
+    def _arrived(self, slot: ShardedSlot, complete: bool) -> None:
+        if complete:
+            self._update(slot)
+        else:
+            self._fold(slot)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """Send what a nested pass left, wait for the last factors, and use what FSDP2 has averaged meanwhile."""
+        for slot in self.slots.values():
+            assert isinstance(slot, ShardedSlot)
+            if slot.outgoing:
+                self._send(slot, complete=False)
+        self._land()
+        super()._end_pass()
+
+    def drop_queue(self, optimizer: Optimizer | None = None) -> None:
+        """Also forget factors under way."""
+        super().drop_queue(optimizer)
+        self._flying = None
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def finish(self, clip: Clip | None = None) -> None:
+        """As for one device; then all ranks agree which updates were left out."""
+        super().finish(clip)
+        outcomes, self._outcomes = self._outcomes, []
+        if outcomes:
+            assert self.peers is not None
+            finite = self.peers.all_of([finite for _, finite in outcomes], END)
+            for (slot, _), taken in zip(outcomes, finite, strict=True):
+                super()._settle(slot, taken)
+        self._say_plan()
+
+    def _settle(self, slot: Slot, finite: bool) -> None:
+        self._outcomes.append((slot, finite))
+
+    def _norms(self, waiting: Sequence[Slot]) -> Norms:
+        ranks = self.ranks
+        assert ranks is not None
+        return gradient_norms(waiting, lambda squares: sum_over_shards(squares, ranks))
+
+    def _watch_flags(self, slots: Sequence[Slot]) -> None:
+        assert self.ranks is not None
+        for scalars in self._scalars.values():
+            if scalars.nonfinite is not None:
+                any_rank(scalars.nonfinite, self.ranks)
+        super()._watch_flags(slots)
+
+    def _say_plan(self) -> None:
+        if self._said_plan or not self.plan:
+            return
+        self._said_plan = True
+        lines = ["Bytes that each rank receives to update its linear layers, per backward pass:"]
+        for route, count, moved in _summary(self.plan):
+            lines.append(f"  {route}: {count} layers, {moved / 1e6:,.1f} MB")
+        rank_zero_info("\n".join(lines))
+
+
+def _restored(slot: Slot, moment: Storage, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A moment's entries for this rank's rows, from those saved."""
+    if not isinstance(moment, Dense):
+        return moment.restore(slot.weight, entries)
+    value = entries[moment.name]
+    if not value.is_floating_point():
+        raise UnsupportedError(
+            f"the saved {moment.name} of {slot.name} is {str(value.dtype).removeprefix('torch.')} codes, which "
+            f"{type(slot.optimizer).__name__} does not keep. Resume with the optimizer that saved them."
+        )
+    return {moment.name: value.to(slot.weight.device, moment.dtype)}
+
+
+def _summary(plan: Mapping[str, tuple[Route, int]]) -> Iterator[tuple[Route, int, int]]:
+    routes: tuple[Route, ...] = ("exchange", "reduce")
+    for route in routes:
+        moved = [count for taken, count in plan.values() if taken == route]
+        if moved:
+            yield route, len(moved), sum(moved)

@@ -1,0 +1,159 @@
+"""The whole training step as one CUDA graph: forward, backward and update, captured once and replayed.
+
+At small batches a step is bound by kernel launches, not by the GPU. Since a fused backward leaves nothing to do after
+it, the step is one sequence of kernels that read everything that changes from device memory: the batch (copied into
+static tensors), learning rates, step counts and rounding keys (`StepScalars`), and the random generator's state, which
+torch registers with the graph. So replaying it gives the bits an eager step would have given.
+
+The Python of `training_step` runs at capture only. What it logged is logged again at each replay, from the tensors the
+replay has just written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_memopt.backward import Updater
+from lightning_memopt.backward.clipping import Norms
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.errors import MemOptError
+
+# Eager steps before a capture: lazy initialisation, kernel compilation and tuning happen in these.
+EAGER_STEPS = 3
+# Graphs kept, one for each combination of batch shapes; other shapes run eagerly.
+MAX_GRAPHS = 4
+
+
+class CaptureError(MemOptError, RuntimeError):
+    """The step cannot be captured; the message says why, in one line."""
+
+
+class StepGraph:
+    """One captured step: static inputs, the graph, and what Python would have done besides launching kernels."""
+
+    def __init__(self, updater: Updater, module: pl.LightningModule, batch: Any) -> None:
+        self.updater, self.module = updater, module
+        leaves, self.spec = pytree.tree_flatten(batch)
+        self.static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.graph = torch.cuda.CUDAGraph()
+        self.output: Any = None
+        self.logs: list[tuple[str, Tensor, dict[str, Any]]] = []
+        self.updated: list[Slot] = []
+        self.norms: Norms | None = None
+
+    def capture(self, step: Callable[[Any], Any], pool: Any) -> None:
+        """Record `step`, which runs forward, backward and update on the static inputs. Nothing is executed.
+
+        Raises:
+            CaptureError: The step does something that a graph cannot hold. Weights, states and counts are as before.
+        """
+        before = {slot: slot.rule.counters(slot.state) for slot in self.updater.slots.values()}
+        norms, self.updater.norms = self.updater.norms, None
+        plain_log = self.module.log
+        self.module.log = self._record  # type: ignore[method-assign]
+        try:
+            # Other threads (data loading) may allocate meanwhile, so only this one is watched for unsafe calls.
+            with torch.cuda.graph(
+                self.graph, pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                self.output = step(pytree.tree_unflatten(self.static, self.spec))
+        except Exception as error:
+            for slot, counters in before.items():
+                slot.state.update(counters)
+                slot.clear()
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CaptureError(f"the training step cannot be captured in a CUDA graph: {reason}") from error
+        finally:
+            del self.module.log
+            assert self.module.log == plain_log
+            captured, self.updater.norms = self.updater.norms, norms
+        self.norms = captured
+        self.updated = [slot for slot in self.updater.slots.values() if slot.updated]
+        # The replay that follows counts the step; the capture executed nothing.
+        for slot, counters in before.items():
+            slot.state.update(counters)
+
+    def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"self.log({name!r}, ...) logs a {type(value).__name__}, whose value would stay that of the captured "
+                "step; log tensors, or log from a callback"
+            )
+        if args:
+            names = ("prog_bar", "logger", "on_step", "on_epoch")
+            options |= dict(zip(names, args, strict=False))
+        self.logs.append((name, value, options))
+
+    def replay(self, batch: Any) -> Any:
+        """Run the step on a batch of the captured shapes; returns what `training_step` returned, detached."""
+        for static, leaf in zip(self.static, pytree.tree_leaves(batch), strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(leaf, non_blocking=True)
+        self.graph.replay()
+        for slot in self.updated:
+            slot.updated = True
+            slot.rule.advance(slot.group, slot.state)
+        if self.norms is not None:
+            self.updater.norms = Norms(self.norms.total.clone(), self.norms.each)
+        for name, value, options in self.logs:
+            self.module.log(name, value.clone(), **options)
+        return pytree.tree_map_only(Tensor, torch.clone, self.output)
+
+
+class StepGraphs:
+    """The graphs of a run, by batch shapes, and the decision what runs eagerly.
+
+    Args:
+        updater: The run's updater.
+        module: The module whose steps are captured.
+        strict: Raise where a step cannot be captured; else say so once and go on eagerly.
+    """
+
+    def __init__(self, updater: Updater, module: pl.LightningModule, strict: bool) -> None:
+        self.updater, self.module, self.strict = updater, module, strict
+        self.reason: str | None = None
+        self._seen: dict[Any, int] = {}
+        self._graphs: dict[Any, StepGraph] = {}
+
+    def graph_for(self, batch: Any, step: Callable[[Any], Any]) -> StepGraph | None:
+        """The graph for a batch like this one, captured now if it is time; None to run eagerly.
+
+        Raises:
+            CaptureError: `strict`, and the step cannot be captured.
+        """
+        if self.reason is not None:
+            return None
+        try:
+            key = self._key(batch)
+            graph = self._graphs.get(key)
+            if graph is None:
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if self._seen[key] <= EAGER_STEPS or len(self._graphs) >= MAX_GRAPHS:
+                    return None
+                graph = StepGraph(self.updater, self.module, batch)
+                graph.capture(step, next((g.graph.pool() for g in self._graphs.values()), None))
+                self._graphs[key] = graph
+            return graph
+        except CaptureError as error:
+            if self.strict:
+                raise
+            self.reason = str(error)
+            return None
+
+    def _key(self, batch: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(batch)
+        parts: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if not leaf.is_cuda:
+                    raise CaptureError("the batch holds a CPU tensor, which a CUDA graph cannot read; move it there")
+                parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+            else:
+                parts.append(leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf))
+        return (spec, *parts)
