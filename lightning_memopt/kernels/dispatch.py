@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from lightning_memopt.kernels import reference
+from lightning_memopt.kernels import reference, sparse
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, slabs
 from lightning_memopt.kernels.update import Update
 
@@ -30,6 +30,8 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         False where the gradient was non-finite and nothing was written. Kernels that cannot tell without waiting for
         the device return True and set ``update.nonfinite``.
     """
+    if update.active is not None:
+        return sparse.apply(update, (), grad, kernel)
     if learns(update):
         finite, step = True, max(1, LEARN_ELEMENTS // max(1, grad[:1].numel()))
         for start in range(0, len(grad), step):
@@ -50,6 +52,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     Returns:
         As `apply_gradient`; `two_pass` leaves out only the rows of a slab that held a non-finite value.
     """
+    if update.active is not None:
+        return sparse.apply(update, factors, grad, kernel)
     rows, columns = update.weight.shape
     step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
     if learns(update):

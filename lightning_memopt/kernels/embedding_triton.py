@@ -15,7 +15,7 @@ from lightning_memopt.rules.storage_8bit import BLOCK
 ROWS, TOKENS = 8, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padding", "offset"])
 def embedding_update(
     order, bounds, dy, w, values, scales, row, key, nonfinite, rows, columns, padding, offset, dy_token, dy_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,

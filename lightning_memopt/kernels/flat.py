@@ -14,7 +14,7 @@ from lightning_memopt.rules.storage_8bit import BLOCK, rows_of
 BLOCKS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset"])
 def flat_update(
     grad, w, values, scales, row, key, nonfinite, total, columns, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,

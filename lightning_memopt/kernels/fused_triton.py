@@ -51,7 +51,7 @@ def _step_parts(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "offset"])
 def weight_gradient_update(
     dy, x, grad, w, values, scales, row, key, nonfinite, rows, columns, tokens, offset,
     dy_token, dy_row, x_token, x_column, grad_row, grad_column,

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, slabs
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, pieces, slabs
+from lightning_memopt.sparsity.bits import unpack
 
 
 def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -32,4 +33,14 @@ def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.d
     total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
     for _, _, slab in slabs(factors, grad, dtype, max(1, SLAB_ELEMENTS // inputs)):
         total += torch.dot(slab.flatten(), slab.flatten())
+    return total
+
+
+def squared_norm_active(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """As `squared_norm`, over the weights that a mask (`lightning_memopt.sparsity.bits`) holds; always by slabs."""
+    columns = factors[0][1].shape[1] if factors else grad.shape[1]  # type: ignore[union-attr]
+    total = torch.zeros((), dtype=dtype, device=bits.device)
+    for start, stop, slab in pieces(factors, grad, dtype, max(1, SLAB_ELEMENTS // columns)):
+        active = slab.reshape(-1)[unpack(bits, start * columns, stop * columns)]
+        total += torch.dot(active, active)
     return total

@@ -46,13 +46,18 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
         g2 = storage.share(update.state, g2)
         if storage.learns(update.state):
             storage.learn(update.state, g)
-    rule.update(w, g, g2, moments, scalars)
+    entries = update.entries
+    if entries is None:
+        rule.update(w, g, g2, moments, scalars)
+    else:
+        entries.step(rule, w, g, g2, moments, scalars)
+    index = update.offset if entries is None else entries.index
     stochastic = update.rounding == "stochastic"
-    rounder = partial(round_stochastic, key=update.key, offset=update.offset, low=True) if stochastic else None
+    rounder = partial(round_stochastic, key=update.key, offset=index, low=True) if stochastic else None
     for storage, moment in zip(update.storage, moments, strict=True):
         storage.save(update.state, moment, rounder)
     if w is not weight:
         if weight.dtype == torch.bfloat16 and stochastic:
-            w = round_stochastic(w, update.key, update.offset)
+            w = round_stochastic(w, update.key, index)
         weight.copy_(w)
     return True

@@ -41,18 +41,18 @@ def bits(key: int, index: Tensor) -> Tensor:
     return ((x ^ (x >> 13)) * MUL2) & _MASK
 
 
-def round_stochastic(x: Tensor, key: int, offset: int = 0, *, low: bool = False) -> Tensor:
+def round_stochastic(x: Tensor, key: int, offset: int | Tensor = 0, *, low: bool = False) -> Tensor:
     """Round float32 to bf16 up or down with probability equal to the distance: unbiased, at most one bf16 step away.
 
     Args:
         x: float32 tensor, the elements numbered in row-major order from `offset`.
         key: `rounding_key` of parameter and step.
-        offset: Index of the first element in the full parameter.
+        offset: Index of the first element in the full parameter, or, int64 [x.numel()], of each.
         low: Use the low 16 of the 32 random bits (second moments) instead of the high 16 (weights), so that a weight
             and its moment round independently.
     """
-    index = torch.arange(offset, offset + x.numel(), device=x.device).view(x.shape)
-    random = bits(key, index)
+    index = offset if isinstance(offset, Tensor) else torch.arange(offset, offset + x.numel(), device=x.device)
+    random = bits(key, index).view(x.shape)
     random = random & 0xFFFF if low else random >> 16
     # Adding 16 random bits below bf16's last place carries with exactly the right probability; then truncate.
     rounded = (x.contiguous().view(torch.int32) + random.to(torch.int32)) & -0x10000

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_memopt.kernels.active import Active, Entries
 from lightning_memopt.rules.base import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -36,6 +37,8 @@ class Update:
             is part of the scale already.
         offset: Index of the weight's first element in the full parameter (not 0 on a shard).
         nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
+        active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
+        entries: Set where `weight` holds the gathered active elements of a sparse one, [1, count].
     """
 
     name: str
@@ -52,6 +55,8 @@ class Update:
     row: Tensor | None = None
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
+    active: Active | None = None
+    entries: Entries | None = None
 
     def rows(self, start: int, stop: int) -> Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""

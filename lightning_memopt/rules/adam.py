@@ -23,6 +23,7 @@ class AdamRule(Rule):
         "inv_sqrt_bias2",
         "eps",
     )
+    aged_scalars: ClassVar[tuple[str, ...]] = ("step_size", "inv_sqrt_bias2")
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""

@@ -15,6 +15,7 @@ class RAdamRule(Rule):
 
     optimizer = RAdam
     scalar_names = ("one_minus_beta1", "beta2", "one_minus_beta2", "plain_step", "rectified_step", "eps")
+    aged_scalars = ("plain_step", "rectified_step")
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""

@@ -1,0 +1,1 @@
+"""Dynamic sparse training: masks, ages, schedules, and optimizer state for active weights only."""

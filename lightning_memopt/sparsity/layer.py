@@ -1,0 +1,241 @@
+"""One sparse weight of a run: its mask, its ages, what an update needs of them, and its topology updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.kernels.active import Active, Ages, Largest
+from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.rules.storage import Storage
+from lightning_memopt.sparsity import state as states
+from lightning_memopt.sparsity.bits import chunks, unpack
+from lightning_memopt.sparsity.state import BIRTHS, COHORT, INDEX, MASK, STEPS
+from lightning_memopt.sparsity.topology import Runs, apply_mask, exchange, random_mask
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.slot import Slot
+
+LrScaling = Literal["none", "sqrt", "linear"]
+BiasCorrection = Literal["age", "step"]
+Growth = Literal["random", "gradient"]
+POWERS: Mapping[str, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all sparse layers of a run have in common; see `lightning_memopt.SMET`."""
+
+    growth: Growth
+    warmup_steps: int
+    lr_scaling: LrScaling
+    bias_correction: BiasCorrection
+    run: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a topology update did to a layer, in weights."""
+
+    pruned: int
+    grown: int
+
+
+class SparseLayer:
+    """The sparse side of an updater's slot.
+
+    Args:
+        slot: The parameter, [out, in].
+        density: Part of its weights that is active, in (0, 1].
+        settings: Of the run.
+        bits: Mask to start with; None for a random one.
+
+    Attributes:
+        active: Number of active weights, the same at any time.
+        lr_scale: Factor of the learning rate.
+        growth: Where the coming update collects gradients of inactive weights; set before the step whose gradient decides.
+        stepped: Number of the optimizer step that last updated the weight.
+    """
+
+    def __init__(self, slot: Slot, density: float, settings: Settings, bits: Tensor | None = None) -> None:
+        self.slot, self.density, self.settings = slot, density, settings
+        out, columns = slot.param.shape
+        if columns % settings.run:
+            raise UnsupportedError(
+                f"SMET: rows of {slot.name} have {columns} weights, which block_size={settings.run} does not divide. "
+                "Use a block_size that does, or exclude the layer."
+            )
+        self.runs = Runs(slot.name, out * columns, settings.run)
+        self.keep = max(1, round(density * self.runs.count))
+        self.active = self.keep * settings.run
+        self.lr_scale = density ** -POWERS[settings.lr_scaling]
+        self.growth: Largest | None = None
+        self.stepped = -1
+        self._bits = bits
+        self._said: set[str] = set()
+
+    @property
+    def param(self) -> Tensor:
+        """The weight, without gradient."""
+        return self.slot.param.detach()
+
+    @property
+    def like(self) -> Tensor:
+        """What the rule creates states from."""
+        return states.compact_like(self.slot.param, self.active)
+
+    @property
+    def bits(self) -> Tensor:
+        """The mask, packed."""
+        return self.slot.state[MASK]
+
+    def scaled(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameter group with the learning rate of this layer."""
+        scaled = {**group, "lr": float(group["lr"]) * self.lr_scale}
+        if scaled.get("max_block") and scaled.get("block") is None:
+            # Gefen looks for the length of its blocks along the rows of a weight; a row of active weights of all
+            # rows has no structure to find.
+            scaled["block"] = scaled["max_block"]
+        return scaled
+
+    # ---------------------------------------------------------------- state
+
+    def fill(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
+        """Add the mask to a state that has none; whole moments that are there already become compact."""
+        if MASK in state:
+            return
+        bits = self._bits
+        if bits is None:
+            bits = random_mask(self.runs, self.keep, self.settings.seed, self.slot.param.device)
+        if all(moment.name in state for moment in storage) and storage:
+            state |= states.restore(self.slot.param, storage, bits, dict(state))
+        else:
+            state |= states.fresh(bits.to(self.slot.param.device), self.runs.total)
+
+    def restore(self, state: dict[str, Any], storage: tuple[Storage, ...], saved: Mapping[str, Any]) -> None:
+        """Fill the state from a checkpoint.
+
+        Raises:
+            UnsupportedError: The checkpoint's mask has another number of active weights.
+        """
+        if not saved:
+            return
+        if MASK not in saved:
+            self.fill(state, storage)
+        state |= states.restore(self.slot.param, storage, state.get(MASK, torch.empty(0)), saved)
+        if len(state[COHORT]) != self.active or len(state[MASK]) != (self.runs.total + 7) // 8:
+            raise UnsupportedError(
+                f"SMET: {self.slot.name} has {len(state[COHORT])} active weights in the checkpoint and "
+                f"{self.active} by density {self.density:.4g}. Resume with the density the run began with."
+            )
+
+    def zero(self) -> None:
+        """Set inactive weights to zero."""
+        apply_mask(self.param, self.slot.state[MASK])
+
+    # ---------------------------------------------------------------- an update
+
+    def update(self, ages: Ages) -> Active:
+        """What the kernels need."""
+        state = self.slot.state
+        return Active(state[MASK], state[INDEX], state[COHORT], ages, self.growth)
+
+    def ages_of_step(self) -> Ages:
+        """Scalars of every cohort for the update about to be taken."""
+        slot, settings = self.slot, self.settings
+        group, state = self.scaled(slot.group), slot.state
+        rule = slot.rule
+        names = rule.aged_scalars if settings.bias_correction == "age" else ()
+        rows = []
+        for age in states.ages(state):
+            scalars = rule.scalars(group, {**rule.aged(group, state, age + 1)}) if names else {}
+            rows.append((self.ramp(age + 1), *(scalars[name] for name in names)))
+        return Ages(names, rows)
+
+    def ages_key(self) -> tuple[Any, ...]:
+        """Layers with equal keys share `ages_of_step`."""
+        state = self.slot.state
+        return (id(self.slot.group), self.slot.rule.cache_key(state), self.lr_scale, state[STEPS], state[BIRTHS])
+
+    def ramp(self, age: int) -> float:
+        """Factor of the `age`-th update of a weight."""
+        return min(1.0, age / self.settings.warmup_steps) if self.settings.warmup_steps > 1 else 1.0
+
+    def advance(self, step: int) -> None:
+        """Count an update that was taken, in optimizer step number `step`."""
+        self.slot.state[STEPS] += 1
+        self.stepped = step
+
+    # ---------------------------------------------------------------- topology
+
+    def exchanged(self, fraction: float) -> int:
+        """Runs that an event with this prune fraction replaces: no more than there is room for."""
+        return min(round(fraction * self.keep), self.runs.count - self.keep)
+
+    def collect(self, fraction: float) -> None:
+        """Prepare growth by gradient: the next update collects the largest gradients of inactive weights."""
+        k = self.exchanged(fraction)
+        if self.settings.growth == "gradient" and k:
+            self.growth = Largest(k, self.settings.run)
+
+    def change(self, fraction: float, event: int, storage: tuple[Storage, ...]) -> Change:
+        """Prune and grow."""
+        k, growth, self.growth = self.exchanged(fraction), self.growth, None
+        if k < round(fraction * self.keep):
+            self._say(
+                f"only {self.runs.count - self.keep} of {self.runs.count} places are free at density "
+                f"{self.density:.4g}, so topology updates exchange no more than that."
+            )
+        elif not k and fraction:
+            self._say(f"a fraction of {fraction:.3g} of {self.keep} places is less than one: nothing is exchanged.")
+        if not k:
+            return Change(0, 0)
+        if self.settings.growth == "gradient" and (growth is None or growth.runs is None):
+            self._say("it had no gradient in the step before a topology update, which leaves it as it is.")
+            return Change(0, 0)
+        state, param = self.slot.state, self.param
+        bits = exchange(param, state[MASK], self.runs, k, self.settings.seed, event, growth)
+        states.change_mask(state, storage, bits, self.runs.total, compute_dtype(param))
+        self.zero()
+        count = k * self.settings.run
+        return Change(count, count)
+
+    def _say(self, message: str) -> None:
+        kind = message[:9]
+        if kind not in self._said:
+            self._said.add(kind)
+            rank_zero_info(f"SMET: {self.slot.name}: {message}")
+
+    # ---------------------------------------------------------------- what users see
+
+    def mask(self) -> Tensor:
+        """Bool, shape of the weight."""
+        bits = self.slot.state[MASK]
+        return torch.cat([unpack(bits, a, b) for a, b in chunks(self.runs.total)]).view(self.param.shape)
+
+    def ages(self, coming: bool) -> Tensor:
+        """Int32, shape of the weight; 0 where inactive.
+
+        Args:
+            coming: The age in the update to come, instead of in the last one (a weight that has had none: 1).
+        """
+        state = self.slot.state
+        ages = [max(1, age + 1 if coming else age) for age in states.ages(state)]
+        values = torch.tensor(ages, dtype=torch.int32, device=self.param.device)[state[COHORT].int()]
+        result = torch.zeros(self.param.shape, dtype=torch.int32, device=self.param.device)
+        result[self.mask()] = values
+        return result
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of the weight and of what belongs to it, as allocated."""
+        state = self.slot.state
+        own = {"mask": state[MASK].nbytes, "index": state[INDEX].nbytes, "ages": state[COHORT].nbytes}
+        others = [v for k, v in state.items() if k not in states.ENTRIES and isinstance(v, Tensor) and v.dim()]
+        return {"weight": self.param.nbytes, "moments": sum(tensor.nbytes for tensor in others), **own}

@@ -1,0 +1,137 @@
+"""Optimizer state of a sparse weight: what torch's optimizer would keep, for active weights only, and the mask.
+
+Entries beside the rule's own, all in ``optimizer.state[param]`` so that checkpoints carry them:
+
+    smet_mask     uint8 [ceil(weights / 8)]         bit i % 8 of byte i // 8: weight i is active
+    smet_index    int32 [ceil(weights / 128) + 1]   active weights before each segment, see `lightning_memopt.sparsity.bits`
+    smet_cohort   uint8 [active]                    which cohort an active weight belongs to
+    smet_births   tuple of int                      updates the parameter had taken when each cohort was born
+    smet_steps    int                               updates the parameter has taken
+
+A cohort is the weights that were grown in one event; all of them have the same age, so one byte per active weight and
+one number per cohort hold all ages exactly. Moments lie as one row, [1, active], in the order of the weights; 8-bit codes
+have their blocks along that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.rules.storage import Storage
+from lightning_memopt.sparsity.bits import chunks, make_index, move, unpack
+
+MASK, INDEX, COHORT, BIRTHS, STEPS = "smet_mask", "smet_index", "smet_cohort", "smet_births", "smet_steps"
+ENTRIES = (MASK, INDEX, COHORT, BIRTHS, STEPS)
+# Cohorts that one byte tells apart.
+COHORTS = 256
+
+State = dict[str, Any]
+
+
+def compact_like(param: Tensor, active: int) -> Tensor:
+    """A tensor that states can be created from as if it were the row of active weights; it takes no memory."""
+    return param.detach().new_empty(()).expand(1, active)
+
+
+def fresh(bits: Tensor, total: int) -> State:
+    """Entries of a mask whose weights have taken no update."""
+    index = make_index(bits, total)
+    cohort = torch.zeros(int(index[-1]), dtype=torch.uint8, device=bits.device)
+    return {MASK: bits, INDEX: index, COHORT: cohort, BIRTHS: (0,), STEPS: 0}
+
+
+def ages(state: State) -> list[int]:
+    """Updates that the weights of each cohort have taken."""
+    return [state[STEPS] - birth for birth in state[BIRTHS]]
+
+
+def gather(dense: Tensor, bits: Tensor) -> Tensor:
+    """The active elements of a tensor of the weight's shape, [1, active]."""
+    flat = dense.reshape(-1)
+    return torch.cat([flat[a:b][unpack(bits, a, b)] for a, b in chunks(len(flat))])[None]
+
+
+def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, saved: Mapping[str, Any]) -> State:
+    """Entries from a saved state, of a sparse weight or, at the mask `bits`, of a dense one.
+
+    Raises:
+        UnsupportedError: The saved state is neither.
+    """
+    total = param.numel()
+    if MASK in saved:
+        return {key: _copy(value, param.device) for key, value in saved.items()}
+    names = [moment.name for moment in storage]
+    dense = all(name in saved and saved[name].shape == param.shape for name in names)
+    if not dense or not all(saved[name].is_floating_point() for name in names):
+        raise UnsupportedError(
+            f"SMET: the saved optimizer state of a weight of shape {tuple(param.shape)} is neither that of a sparse "
+            "weight nor whole moments. Resume from a checkpoint of SMET or of a plain optimizer."
+        )
+    state = fresh(bits, total)
+    compact = compact_like(param, len(state[COHORT]))
+    for moment in storage:
+        whole = gather(saved[moment.name].to(param.device), bits)
+        state |= moment.restore(compact, {moment.name: whole})
+    state |= {key: _copy(value, param.device) for key, value in saved.items() if key not in names}
+    state[STEPS] = int(saved.get("step", 0))
+    return state
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    """A copy on the weight's device, except for scalars, which the host reads."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, copy=True) if value.dim() else value.detach().clone()
+
+
+@torch.no_grad()
+def change_mask(state: State, storage: Sequence[Storage], bits: Tensor, total: int, dtype: torch.dtype) -> None:
+    """Give the state another mask with as many active weights, in place.
+
+    Moments of weights that stay active move along; those of new ones start as in a fresh optimizer. A second moment
+    that is shared by a block has no value of its own for a new weight, which counts as the mean over all weights there.
+
+    Args:
+        state: Of the parameter.
+        storage: Of its moments.
+        bits: The new mask.
+        total: Weights of the parameter.
+        dtype: Precision in which codes are decoded.
+    """
+    old = state[MASK]
+    for moment in storage:
+        values = moment.load(state, dtype)
+        shared = type(moment).share is not Storage.share
+        start = float(values.mean()) if shared else getattr(moment, "init", 0.0)
+        moved = move(values.view(-1), old, bits, total, start).view(values.shape)
+        moment.save(state, moment.share(state, moved), None)
+    births = list(state[BIRTHS])
+    newest = _free_cohort(births, state[COHORT], state[STEPS])
+    births[newest : newest + 1] = [state[STEPS]]
+    state[BIRTHS] = tuple(births)
+    state[COHORT] = move(state[COHORT], old, bits, total, newest)
+    state[MASK].copy_(bits)
+    state[INDEX].copy_(make_index(bits, total))
+
+
+def _free_cohort(births: list[int], cohort: Tensor, steps: int) -> int:
+    """A number for a new cohort: of one that has died out, a new one, or, with all alive, by joining two.
+
+    The two are those whose ages differ least in proportion, and both get the greater age.
+    """
+    alive = torch.bincount(cohort.int(), minlength=len(births)).tolist()
+    for number, count in enumerate(alive):
+        if not count:
+            return number
+    if len(births) < COHORTS:
+        return len(births)
+    order = sorted(range(len(births)), key=births.__getitem__)
+    pairs = zip(order, order[1:], strict=False)
+    older, younger = min(pairs, key=lambda pair: (births[pair[1]] - births[pair[0]]) / max(1, steps - births[pair[0]]))
+    cohort[cohort == younger] = older
+    return younger
