@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 __all__ = [
     "SMET",
     "AdamW8bit",
-    "AdamW8bit",
     "ForgeFSDPStrategy",
     "ForgeStrategy",
     "Gefen",
