@@ -30,7 +30,7 @@ def _load(values, scales, at, block, valid, KIND: tl.constexpr):
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     else:
         code = tl.load(values + at, mask=valid, other=0)
-        scale = tl.load(scales + block[:, None], mask=block[:, None] >= 0, other=0.0)
+        scale = tl.load(scales + block[:, None], mask=block[:, None] >= 0, other=0.0).to(tl.float32)
         x = codes.decode_signed(code, scale) if KIND == _SIGNED else codes.decode_positive(code, scale)
     return x
 
@@ -50,7 +50,7 @@ def _store(x, values, scales, at, block, valid, random, KIND: tl.constexpr, STOC
         else:
             code = codes.encode_positive(x, scale, tiles.low_bits(random), STOCHASTIC)
         tl.store(values + at, code, mask=valid)
-        tl.store(scales + block[:, None], scale, mask=block[:, None] >= 0)
+        tl.store(scales + block[:, None], scale.to(scales.dtype.element_ty), mask=block[:, None] >= 0)
 
 
 @triton.jit

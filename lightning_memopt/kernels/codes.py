@@ -21,7 +21,7 @@ _OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
 _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.LOWEST_LEVEL)
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
 _NEAREST, _DITHER = tl.constexpr(codec.NEAREST), tl.constexpr(codec.DITHER)
-_TINY = tl.constexpr(codec.TINY)
+_TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
 
 
 def kind(storage: Storage) -> int:
@@ -35,23 +35,26 @@ def kind(storage: Storage) -> int:
 
 @triton.jit
 def block_scale(largest):
-    """A block's stored scale, from the largest magnitude in it."""
-    return tl.maximum(largest, _TINY)
+    """A block's stored scale, from the largest magnitude in it: the next bf16, as float32."""
+    bits = tl.minimum(tl.maximum(largest, _TINY), _HUGE).to(tl.uint32, bitcast=True)
+    return ((bits + 0xFFFF) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def decode_signed(code, scale):
     """Return scale q |q| / 127² of a uint8 tile."""
-    q = code.to(tl.int8, bitcast=True).to(tl.float32)
+    # The byte becomes the last bits of a float32 around 2^23: conversion instructions run at a quarter of the speed.
+    q = ((code.to(tl.uint32) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
     return q * tl.abs(q) * (scale * (1.0 / (_LEVELS * _LEVELS)))
 
 
 @triton.jit
 def encode_signed(x, scale):
     """The uint8 tile of x, |x| <= scale, to nearest."""
-    root = tl.sqrt(tl.abs(x) * ((_LEVELS * _LEVELS * 1.0) / scale))
-    q = (root + 0.5).to(tl.int32)
-    return tl.where(x < 0, -q, q).to(tl.int8).to(tl.uint8, bitcast=True)
+    root = tl.sqrt(tl.abs(x) * ((_LEVELS * _LEVELS * 1.0) / scale)).to(tl.uint32, bitcast=True)
+    signed = (root | (x.to(tl.uint32, bitcast=True) & 0x80000000)).to(tl.float32, bitcast=True)
+    # As in `decode_signed`: the sum rounds to a whole number, whose two's complement fills the last bits.
+    return (signed + (8388608.0 + 4194304.0)).to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit

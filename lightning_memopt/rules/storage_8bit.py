@@ -9,12 +9,12 @@ Rms error of the update m / sqrt(v) caused by storing one of the two moments, in
 decades (standard deviation); "dynamic" is the 256-entry map of bitsandbytes (signed for m, unsigned for v):
 
     scales within a block differ by                       0      0.5 decades
-    m   signed squares, nearest (this module)             0.018  0.065
-    m   signed squares, stochastic                        0.026  0.107
-    m   dynamic, nearest                                  0.029  0.061
-    v   12 levels per octave, stochastic (this module)    0.081  0.084
-    v   12 levels per octave, nearest                     0.28   0.31
-    v   dynamic, nearest                                  0.15   81      live values stored as zero
+    m   signed squares, nearest (this module)             0.018  0.055
+    m   signed squares, stochastic                        0.025  0.078
+    m   dynamic, nearest                                  0.027  0.053
+    v   12 levels per octave, stochastic (this module)    0.095  0.10
+    v   12 levels per octave, nearest                     0.29   0.33
+    v   dynamic, nearest                                  0.14   9.7     live values stored as zero
 
 m changes by a tenth of itself in a step, so rounding to nearest follows it and adds the least noise. v changes by a
 thousandth: to nearest, every step of its is rounded away and the code freezes, so v's is rounded stochastically where
@@ -33,9 +33,13 @@ from torch import Tensor
 
 from lightning_memopt.rules.storage import Rounder, Storage
 
-BLOCK = 128
+# A block is short enough that a GPU's group of warps holds 64 rows of it while it also holds a tile of dW; 16-bit scales
+# keep it at 1.03 bytes per weight and moment.
+BLOCK = 64
 # A block of zeros keeps this scale, so that no scale is zero and no decoded value is denormal (GPUs flush those).
 TINY = 2.0**-100
+# The largest bf16.
+HUGE = (2 - 2.0**-7) * 2.0**127
 
 # Signed code: m = scale * q |q| / 127², q in [-127, 127] as a two's complement byte.
 SIGNED_LEVELS = 127
@@ -65,10 +69,16 @@ def blocks_of(param: Tensor) -> tuple[int, int]:
     return rows, -(-columns // BLOCK)
 
 
+def block_scale(largest: Tensor) -> Tensor:
+    """A block's stored scale: the next bf16 at or above the largest magnitude in it, so that no ratio exceeds 1."""
+    bits = largest.float().clamp(TINY, HUGE).view(torch.int32)
+    return ((bits + 0xFFFF) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
 def encode_signed(x: Tensor, scale: Tensor) -> Tensor:
     """Bytes of float32 `x`, |x| <= scale: sign and nearest square root of 127² |x| / scale. Zero stays zero."""
     root = (x.abs() * (SIGNED_LEVELS**2 / scale)).sqrt()
-    return (root + 0.5).floor().copysign(x).to(torch.int8).view(torch.uint8)
+    return root.round().copysign(x).to(torch.int8).view(torch.uint8)
 
 
 def decode_signed(code: Tensor, scale: Tensor) -> Tensor:
@@ -100,7 +110,7 @@ def decode_positive(code: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codes(Storage):
-    """Base: one byte per weight under the moment's name, one float32 scale per block under ``<name>_scale``."""
+    """Base: one byte per weight under the moment's name, one bf16 scale per block under ``<name>_scale``."""
 
     @property
     def scale_name(self) -> str:
@@ -115,7 +125,7 @@ class Codes(Storage):
         """Zero everywhere, as all scales are zero."""
         return {
             self.name: torch.zeros(param.shape, dtype=torch.uint8, device=param.device),
-            self.scale_name: torch.zeros(blocks_of(param), dtype=torch.float32, device=param.device),
+            self.scale_name: torch.zeros(blocks_of(param), dtype=torch.bfloat16, device=param.device),
         }
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
@@ -132,7 +142,7 @@ class Codes(Storage):
         code, scale = state[self.name], state[self.scale_name]
         rows, columns = rows_of(code)
         padded = F.pad(moment.float().reshape(rows, columns), (0, scale.shape[1] * BLOCK - columns))
-        scale.copy_(padded.abs().unflatten(1, (scale.shape[1], BLOCK)).amax(2).clamp_(min=TINY))
+        scale.copy_(block_scale(padded.abs().unflatten(1, (scale.shape[1], BLOCK)).amax(2)))
         code.copy_(self._encode(moment.float(), _spread(scale, code), rounder))
 
     def _decode(self, code: Tensor, scale: Tensor) -> Tensor:
@@ -145,7 +155,7 @@ class Codes(Storage):
 def _spread(scale: Tensor, code: Tensor) -> Tensor:
     """Each weight's scale, shaped like the weight."""
     columns = rows_of(code)[1]
-    return scale.repeat_interleave(BLOCK, 1)[:, :columns].reshape(code.shape)
+    return scale.float().repeat_interleave(BLOCK, 1)[:, :columns].reshape(code.shape)
 
 
 @dataclass(frozen=True)
