@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_memopt.kernels import codes, tiles
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage_8bit import Codes
+from lightning_memopt.rules.storage import Dense
+from lightning_memopt.rules.storage_8bit import PositiveCodes, SignedCodes
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -122,10 +123,11 @@ class Arguments(NamedTuple):
 
 
 def supports(update: Update) -> bool:
-    """Whether the portable kernels know the dtypes and storages of this update."""
-    return update.weight.dtype in FLOATS and all(
-        isinstance(storage, Codes) or update.state[storage.name].dtype in FLOATS for storage in update.storage
-    )
+    """Whether the portable kernels know the dtypes and storages of this update, and its weight is dense."""
+    if update.active is not None or update.entries is not None or update.weight.dtype not in FLOATS:
+        return False
+    kept = [storage for storage in update.storage if not isinstance(storage, SignedCodes | PositiveCodes)]
+    return all(isinstance(storage, Dense) and update.state[storage.name].dtype in FLOATS for storage in kept)
 
 
 def in_blocks(update: Update) -> bool:

@@ -6,13 +6,14 @@ gradient, and still decay and move by their moments.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import reference
-from lightning_memopt.kernels.dispatch import Kernel, learns
+from lightning_memopt.kernels.dispatch import Kernel, apply_gradient, learns
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
@@ -59,31 +60,38 @@ def apply_embedding(
         padding_idx: Row that receives no gradient.
 
     Returns:
-        As `lightning_memopt.kernels.apply_gradient`; plain torch leaves out only the slab of rows that held a
-        non-finite value.
+        As `lightning_memopt.kernels.apply_gradient`.
     """
     dy = dy.reshape(-1, dy.shape[-1])
+    rows, dtype = len(update.weight), reference.compute_dtype(update.weight)
+    if update.active is not None:
+        return apply_gradient(update, embedding_gradient(indices, dy, rows, dtype, padding_idx), kernel)
     if not learns(update) and kernel != "reference" and update.weight.is_cuda:
         from lightning_memopt.kernels import blocks, embedding_triton
 
         if blocks.supports(update):
-            embedding_triton.apply_embedding(update, segments(indices, len(update.weight)), dy, padding_idx)
+            embedding_triton.apply_embedding(update, segments(indices, rows), dy, padding_idx)
             return True
-    return _apply_by_slabs(update, indices, dy, padding_idx)
+    # A slab cannot be taken back, so whether all are finite is asked first; a bound on the sums nearly always answers.
+    limit = update.rule.limit
+    bounded = not dy.numel() or float(dy.abs().amax()) * len(dy) < min(limit, torch.finfo(dtype).max)
+    if not bounded and not all((g.abs() < limit).all() for *_, g in _slabs(update, indices, dy, padding_idx)):
+        return False
+    for start, stop, slab in _slabs(update, indices, dy, padding_idx):
+        if not reference.apply_gradient(update.rows(start, stop), slab):
+            return False
+    return True
 
 
-@torch.no_grad()
-def _apply_by_slabs(update: Update, indices: Tensor, dy: Tensor, padding_idx: int | None) -> bool:
+def _slabs(update: Update, indices: Tensor, dy: Tensor, padding_idx: int | None) -> Iterator[tuple[int, int, Tensor]]:
+    """The dense gradient a few rows at a time: (start, stop, slab)."""
     rows, dim = update.weight.shape
     order, bounds = segments(indices, rows)
     step = max(1, SLAB_ELEMENTS // max(1, dim))
     dtype = reference.compute_dtype(update.weight)
     flat, limits = indices.reshape(-1), [*bounds[::step].tolist(), len(order)]
-    finite = True
-    for i, first in enumerate(range(0, rows, step)):
+    for i, start in enumerate(range(0, rows, step)):
         tokens = order[limits[i] : limits[i + 1]]
-        last = min(first + step, rows)
-        padding = padding_idx - first if padding_idx is not None else None
-        slab = embedding_gradient(flat[tokens] - first, dy[tokens], last - first, dtype, padding)
-        finite &= reference.apply_gradient(update.rows(first, last), slab)
-    return finite
+        stop = min(start + step, rows)
+        padding = padding_idx - start if padding_idx is not None else None
+        yield start, stop, embedding_gradient(flat[tokens] - start, dy[tokens], stop - start, dtype, padding)

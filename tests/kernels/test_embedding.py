@@ -44,11 +44,16 @@ def test_reference_is_dense_autograd(rule, slab, padding_idx, monkeypatch) -> No
     torch.testing.assert_close(embedding.embedding_gradient(indices, dy, 130, torch.float64, padding_idx), dense)
 
 
-def test_reference_refuses_non_finite_rows() -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_reference_leaves_out_a_non_finite_update_whole(bad, monkeypatch) -> None:
+    monkeypatch.setattr(embedding, "SLAB_ELEMENTS", 8)
     update = make_update("adamw", (10, 4))
-    before = update.weight.clone()
-    assert not embedding.apply_embedding(update, torch.tensor([1, 2]), torch.full((2, 4), float("nan")), "auto")
-    assert torch.equal(update.weight, before)
+    before = twin(update, None)
+    dy = torch.ones(4, 4)
+    dy[2:] = bad  # two of them overflow where each is still finite
+    assert not embedding.apply_embedding(update, torch.tensor([1, 2, 9, 9]), dy, "auto")
+    assert torch.equal(update.weight, before.weight)
+    assert all(torch.equal(update.state[key], before.state[key]) for key in update.state)
 
 
 @pytest.mark.parametrize("device", DEVICES)
