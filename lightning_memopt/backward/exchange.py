@@ -94,7 +94,7 @@ class Exchange:
         self._sent: tuple[Tensor, ...] = (x, sent)
 
     def wait(self) -> Factors:
-        """Dy of this rank's rows and x, over the tokens of all ranks; later kernels wait for them, the host does not."""
+        """This rank's columns of dY, and x, over all ranks' tokens; kernels that follow wait, the host does not."""
         for work in self._works:
             work.wait()
         self._sent = ()

@@ -62,8 +62,8 @@ class Peers:
         if any(other[:2] != [kind, number] for other in heard):
             self._failed = True
             raise UpdateError(
-                f"ranks disagree about the layer whose gradient comes next; this one has {name}. Every rank must run "
-                "the same layers in the same order in each step (tokens may differ, the path through the model may not)."
+                f"ranks disagree about the layer whose gradient comes next; this one has {name}. Every rank must "
+                "run the same layers in the same order in each step: tokens may differ, the path may not."
             )
         return [value for _, _, value in heard]
 

@@ -8,12 +8,13 @@ that autograd stores are averaged over ranks into ``grad`` of the sharded one, a
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_memopt.backward.exchange import Ranks
 from lightning_memopt.backward.slot import Slot
@@ -22,7 +23,11 @@ from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import join
 from lightning_memopt.optim.shards import local
+from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.updater import Updater
 
 
 class ShardedSlot(Slot):
@@ -40,9 +45,20 @@ class ShardedSlot(Slot):
             version of x.
     """
 
-    def __init__(self, *args: Any, unsharded: nn.Parameter, ranks: Ranks, number: int) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        name: str,
+        param: nn.Parameter,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        rule: Rule,
+        unsharded: nn.Parameter,
+        ranks: Ranks,
+        number: int,
+    ) -> None:
         unsharded.requires_grad_(True)
-        super().__init__(*args, get_gradient_edge(unsharded).node)
+        super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
         self._unsharded, self.ranks, self.number = unsharded, ranks, number
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
         shape = self.param.shape

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
@@ -81,9 +81,7 @@ class ShardedUpdater(Updater):
             )
         assert self.ranks is not None
         number = len(self.slots)
-        return ShardedSlot(
-            self, name, param, optimizer, group, rule, unsharded=unsharded, ranks=self.ranks, number=number
-        )
+        return ShardedSlot(self, name, param, optimizer, group, rule, unsharded, self.ranks, number)
 
     def _fill_state(self, slot: Slot) -> None:
         """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter."""
@@ -111,7 +109,7 @@ class ShardedUpdater(Updater):
             group.update(options)
         self._adopt(optimizer)
         for param, entries in saved.states.items():
-            slot = self.slots.get(param)  # type: ignore[call-overload]
+            slot = self.slots.get(param)
             if slot is None:
                 continue
             state: dict[str, Any] = {key: entries[key].float().cpu() for key in slot.rule.counts if key in entries}

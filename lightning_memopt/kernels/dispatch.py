@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -62,4 +62,18 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     finite = True
     for start, stop, slab in slabs(factors, grad, dtype, step):
         finite &= reference.apply_gradient(update.rows(start, stop), slab)
+    return finite
+
+
+def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: Kernel) -> bool:
+    """Take one step on a gradient that comes in parts: (first row, row past the last, gradient of these rows).
+
+    Returns:
+        As `apply_gradient`, over all parts.
+    """
+    in_torch = learns(update)
+    finite = True
+    for start, stop, slab in slabs:
+        rows = update.rows(start, stop)
+        finite &= reference.apply_gradient(rows, slab) if in_torch else apply_gradient(rows, slab, kernel)
     return finite

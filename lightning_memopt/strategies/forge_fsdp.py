@@ -1,0 +1,254 @@
+"""``strategy="forge_fsdp"``: the fused backward on parameters sharded over many devices by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_memopt.backward import NonFinite
+from lightning_memopt.backward.exchange import Ranks
+from lightning_memopt.backward.peers import Peers
+from lightning_memopt.backward.sharded_updater import ShardedUpdater
+from lightning_memopt.compat import refusal
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.strategies import sharded_checkpoint, sharding
+from lightning_memopt.strategies.mixin import ForgeMixin
+
+
+class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
+    """Train on many devices with parameters, gradients and states sharded, each update fused into the backward pass.
+
+    The module needs no ``configure_model``: the strategy shards it by blocks. A module that shards itself there is left
+    as it is. Optimizers, state keys and checkpoints are those of torch's FSDP2 and of the single-device strategy; the
+    number of devices may change between runs.
+
+    Args:
+        rounding: How a bf16 weight is stored: ``"stochastic"`` (unbiased, reproducible) or to the ``"nearest"``. The
+            random bits do not depend on the number of devices.
+        kernel: ``"auto"``, or one of ``"reference"``, ``"two_pass"``, ``"fused"`` for every parameter that allows it.
+        nonfinite: What a NaN or infinite gradient does: ``"raise"`` an error that names parameter and step, or
+            ``"skip"`` that update and count it in the logs. All ranks do the same.
+        state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
+        seed: Seed of stochastic rounding.
+        checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
+            ``["*.layers.*"]`` for the blocks of a transformer.
+        wrap: Classes whose instances are gathered and freed as one, by name; ``"auto"`` takes the repeated blocks.
+        reshard_after_forward: Free a block's gathered weights after forward and gather them again for backward. Without
+            it, less communication and more memory.
+        replicate: Keep this many replicas of the model, each sharded over its part of the devices.
+        route: How gradients of linear layers are summed: ``"exchange"`` of their factors, ``"reduce"`` of the gradient
+            block by block, or ``"auto"``: for each layer what moves fewer bytes.
+        save_distributed_checkpoint: Write checkpoints as folders, a file per rank; else one file, as on one device.
+        process_group_backend: ``"nccl"``, ``"gloo"``, …; None takes the device's usual one.
+        timeout_seconds: How long a rank waits for the others before it gives up.
+    """
+
+    strategy_name = "forge_fsdp"
+    updater: ShardedUpdater
+    updater_class = ShardedUpdater
+
+    def __init__(
+        self,
+        rounding: Rounding = "stochastic",
+        kernel: Kernel = "auto",
+        nonfinite: NonFinite = "raise",
+        state_dtype: Literal["param", "float32"] = "param",
+        seed: int = 0,
+        checkpoint: Sequence[str] = (),
+        wrap: Sequence[str] | str = "auto",
+        reshard_after_forward: bool = True,
+        replicate: int = 1,
+        route: Literal["auto", "exchange", "reduce"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout_seconds: int = 1800,
+    ) -> None:
+        if route not in ("auto", "exchange", "reduce"):
+            raise ValueError(f"route={route!r} is not one of 'auto', 'exchange', 'reduce'.")
+        super().__init__(
+            rounding=rounding,
+            kernel=kernel,
+            nonfinite=nonfinite,
+            state_dtype=state_dtype,
+            seed=seed,
+            checkpoint=checkpoint,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.updater.route = route
+        self.wrap, self.reshard_after_forward, self.replicate = wrap, reshard_after_forward, replicate
+        self._mesh: DeviceMesh | None = None
+        self._names_before: dict[nn.Parameter, str] = {}
+        self._peers: Peers | None = None
+
+    # ---------------------------------------------------------------- set-up
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take in the module, and remember its parameters as they are before sharding replaces them."""
+        self._names_before = {param: name for name, param in model.named_parameters()}
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; all of them train one model."""
+        ranks = self.num_nodes * self.num_processes
+        if ranks % self.replicate:
+            raise UnsupportedError(f"replicate={self.replicate} does not divide the {ranks} devices.")
+        self._data_parallel_size, self._tensor_parallel_size = ranks, 1
+        super().setup_environment()
+        if self.replicate > 1:
+            shape = (self.replicate, ranks // self.replicate)
+            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        else:
+            self._mesh = self.device_mesh["data_parallel"]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module, then create and check the optimizers."""
+        assert self.accelerator is not None and self.model is not None and self._mesh is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        self._check_precision()
+        if not sharding.is_sharded(module):
+            # A step runs as the module's forward pass, so that the whole of it may use the root's weights. In manual
+            # optimization it holds backward passes too; there each child is a root, gathered when it is called.
+            roots = [module] if module.automatic_optimization else _children_with_parameters(module)
+            sharding.shard(roots, self._mesh, self.wrap, self.reshard_after_forward, self._place)
+        _materialize_distributed_module(module, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _place(self, module: nn.Module) -> None:
+        self.precision_plugin.convert_module(module)
+        module.to(self.root_device)
+
+    def _check_precision(self) -> None:
+        if isinstance(self.precision_plugin, DoublePrecision):
+            raise refusal("precision 64-true, sharded", f"strategy '{self.strategy_name}'")
+
+    def _prepare_optimizers(self) -> None:
+        """Hand the optimizers the sharded parameters, and the updater what it must know of them."""
+        module = self.lightning_module
+        assert module is not None
+        unsharded = sharding.unsharded_parameters(module)
+        sharding.rebind(self.optimizers, self._names_before, module)
+        if self._peers is None:
+            self._peers = Peers(self.world_size, self.timeout)
+        self.updater.share(self._ranks(), self._peers, unsharded)
+
+    def _ranks(self) -> Ranks:
+        mesh = self._mesh
+        assert mesh is not None
+        world = dist.group.WORLD
+        assert world is not None
+        if self.replicate > 1:
+            return Ranks(
+                group=world,
+                shard_group=mesh.get_group("shard"),
+                replica_group=mesh.get_group("replicate"),
+                size=self.world_size,
+                shards=mesh.size(1),
+                index=mesh.get_local_rank("shard"),
+            )
+        group = mesh.get_group()
+        return Ranks(group, group, None, mesh.size(), mesh.size(), mesh.get_local_rank())
+
+    # ---------------------------------------------------------------- steps
+
+    def _redirected(self, method: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """A step of the module, run as its forward pass where that gathers the root's weights."""
+        module = self.lightning_module
+        assert module is not None
+        if sharding.is_root(module):
+            return self._forward_redirection(module, module, method, *args, **kwargs)
+        return getattr(module, method)(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's, as its forward pass."""
+        with self.precision_plugin.train_step_context():
+            return self._redirected("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's, as its forward pass."""
+        with self.precision_plugin.val_step_context():
+            return self._redirected("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's, as its forward pass."""
+        with self.precision_plugin.test_step_context():
+            return self._redirected("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's, as its forward pass."""
+        with self.precision_plugin.predict_step_context():
+            return self._redirected("predict_step", *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks."""
+        if self._peers is not None:
+            self._peers.fail(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Leave a module whose parameters are all sharded."""
+        if self.lightning_module is not None:
+            sharding.reshard(self.lightning_module)
+        super().teardown()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of all ranks, under parameter names."""
+        with sharded_checkpoint.settled(optimizer):
+            return super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder or a single file, written by any number of ranks.
+
+        Raises:
+            UnsupportedError: The folder is not complete.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        module = self.lightning_module
+        assert module is not None and self.model is not None
+        sharded_checkpoint.refuse_incomplete(path)
+        sharding.reshard(module)
+        checkpoint = sharded_checkpoint.load_module(path, self.model, module.strict_loading, weights_only)
+        if self.optimizers:
+            states = sharded_checkpoint.read_optimizers(path, checkpoint, self.model, self.optimizers)
+            for optimizer, saved in zip(self.optimizers, states, strict=True):
+                self.updater.load(optimizer, saved)
+            self.updater.mend()
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has done so."""
+
+
+def _children_with_parameters(module: pl.LightningModule) -> list[nn.Module]:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise refusal("parameters of the LightningModule itself in manual optimization", own[0])
+    return [child for child in module.children() if next(child.parameters(), None) is not None]

@@ -1,0 +1,196 @@
+"""Processes that train together on the CPU, and what the tests of the sharded strategy let them run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from harness import Module, tokens
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class Ranks:
+    """Processes that stay up between calls: starting them takes longer than most tests."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.size = size
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function` on every rank; the results in rank order."""
+        results = self.attempt(function, *args, **kwargs)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise AssertionError(f"rank {rank}: {''.join(getattr(result, '__notes__', []))}") from result
+        return results
+
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As a call, but a rank's exception is its result."""
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        results: list[Any] = []
+        for pipe in self.pipes:
+            try:
+                results.append(pipe.recv() if pipe.poll(120) else TimeoutError("no answer within 120 s"))
+            except EOFError:
+                results.append(EOFError("the process ended"))
+        return results
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(*args, **kwargs))
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            pipe.send(error)
+
+
+# ---------------------------------------------------------------- models
+
+
+class Block(nn.Module):
+    """A residual block whose sizes no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.up = nn.Linear(7, 17)
+        self.down = nn.Linear(17, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Embedding, two blocks, a convolution, a head of three rows fewer than four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.mix = nn.Conv1d(7, 7, 3, padding=1)
+        self.bottleneck = nn.Linear(7, 3)
+        self.head = nn.Linear(3, 11, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(torch.tanh(self.bottleneck(x)))
+
+
+# ---------------------------------------------------------------- runs
+
+BATCH = 4
+
+
+def data(size: int, batches: int = 25) -> Any:
+    """The same global batches of `BATCH` samples, whatever the number of ranks."""
+    loader = tokens(batches * size, BATCH // size)
+    rank = int(os.environ.get("RANK", 0))
+    sampler = DistributedSampler(loader.dataset, size, rank, shuffle=False)  # Lightning's own would shuffle
+    return DataLoader(loader.dataset, BATCH // size, sampler=sampler)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor, on every rank."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def train(
+    make: Callable[[], Any] = partial(Module, net=Deep),
+    strategy: dict[str, Any] | None = None,
+    save: Path | None = None,
+    inspect: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train with `forge_fsdp` on the ranks there are; the weights, states and what `inspect` says of the trainer."""
+    import lightning_memopt as memopt
+
+    made = memopt.ForgeFSDPStrategy(**({"rounding": "nearest"} | (strategy or {})))
+    return _train(make, made, save, inspect, **options)
+
+
+def train_plain(make: Callable[[], Any] = partial(Module, net=Deep), **options: Any) -> dict[str, Any]:
+    """The same in this process alone, with torch's own optimizer step."""
+    return _train(make, "auto", None, None, **options)
+
+
+def _train(make: Any, strategy: Any, save: Any, inspect: Any, ckpt_path: Any = None, **options: Any) -> dict[str, Any]:
+    from harness import QUIET
+    from lightning.pytorch import Trainer
+
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    batches = options.pop("batches", 25)
+    module = make()
+    trainer = Trainer(strategy=strategy, **(QUIET | {"devices": size, "max_steps": 20} | options))
+    trainer.fit(module, data(size, batches), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    optimizer = trainer.optimizers[0]
+    names = {param: name for name, param in module.named_parameters()}
+    return {
+        "weights": {name: whole(param) for name, param in module.named_parameters()},
+        "states": {
+            names[param]: {key: whole(value) for key, value in state.items() if isinstance(value, Tensor)}
+            for param, state in optimizer.state.items()
+        },
+        "step": trainer.global_step,
+        "said": inspect(trainer) if inspect is not None else None,
+    }
+
+
+def furthest(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Largest difference of any weight."""
+    assert a["weights"].keys() == b["weights"].keys()
+    return max(float((w.double() - b["weights"][name].double()).abs().max()) for name, w in a["weights"].items())
