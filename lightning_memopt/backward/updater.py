@@ -158,7 +158,8 @@ class Updater:
     def _fill_state(self, slot: Slot) -> None:
         """Create the state entries that are missing, as torch would before the first step."""
         slot.tile = slot.rule.tile(slot.group)
-        state, storage, like = slot.state, self.storage(slot), slot.param
+        state, storage = slot.state, self.storage(slot)
+        like: Tensor = slot.param
         if slot.sparse is not None:
             slot.sparse.fill(state, storage)
             like = slot.sparse.like

@@ -39,14 +39,14 @@ class SMET(pl.Callback):
     weights, with that learning rate and without the warm-up (coupled decay is part of the gradient and so warms up).
     The warm-up by age applies to every weight, so all of a run's sparse layers warm up when it begins.
 
-    Masks and ages are part of the optimizer's state (`lightning_memopt.sparsity.state`), so a checkpoint resumes exactly.
-    Logged around each update: ``smet/density``, ``smet/pruned``, ``smet/regrown`` (weights), ``smet/loss_before`` and, some
-    steps later, ``smet/loss_after`` and ``smet/loss_jump``.
+    Masks and ages are part of the optimizer's state (`lightning_memopt.sparsity.state`), so a checkpoint resumes
+    exactly. Logged around each update: ``smet/density``, ``smet/pruned``, ``smet/regrown`` (weights),
+    ``smet/loss_before`` and, some steps later, ``smet/loss_after`` and ``smet/loss_jump``.
 
     Args:
         density: Part of the weights that is active, in (0, 1]: of all sparse layers, or by pattern of the layer's name.
-            A layer takes the first pattern that fits; one that none fits stays dense. A pattern with ``*``, ``?`` or ``[``
-            stands for the whole name; any other is a part of it.
+            A layer takes the first pattern that fits; one that none fits stays dense. A pattern with ``*``, ``?`` or
+            ``[`` stands for the whole name; any other is a part of it.
         update_every: Optimizer steps between topology updates.
         prune_fraction: Part of a layer's active weights that the first updates replace.
         prune_schedule: How that part falls to zero when topology updates end: "cosine", "linear", or not ("constant").
@@ -145,8 +145,9 @@ class SMET(pl.Callback):
         trainer = self._trainer
         if trainer is None or not trainer.training:
             return False
-        progress = trainer.fit_loop.epoch_loop.batch_progress.total
-        return progress.ready > progress.processed and layer.stepped != trainer.global_step
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        processed = batches.processed  # type: ignore[attr-defined]
+        return batches.ready > processed and layer.stepped != trainer.global_step
 
     # ---------------------------------------------------------------- set-up
 
@@ -229,16 +230,16 @@ class SMET(pl.Callback):
         total = trainer.estimated_stepping_batches
         if math.isinf(total) and (self.stop_at is not None or self.prune_schedule != "constant"):
             raise UnsupportedError(
-                "SMET: training has no end, so neither stop_at nor a falling prune_schedule has a meaning. Set max_steps or "
-                "max_epochs, or stop_at=None and prune_schedule='constant'."
+                "SMET: training has no end, so neither stop_at nor a falling prune_schedule has a meaning. Set "
+                "max_steps or max_epochs, or stop_at=None and prune_schedule='constant'."
             )
         end = total if self.stop_at is None else self.stop_at * total
         self._schedule = TopologySchedule(self.update_every, self.prune_fraction, self.prune_schedule, end)
         memory = self.memory()
         weights = sum(layer.runs.total for layer in self.layers.values())
         rank_zero_info(
-            f"SMET: {len(self.layers)} layers with {weights:,} weights, {self._density():.3f} of them active; bytes per "
-            f"weight: {memory['moments'] / weights:.2f} of moments, {memory['ages'] / weights:.2f} of ages, "
+            f"SMET: {len(self.layers)} layers with {weights:,} weights, {self._density():.3f} of them active; bytes "
+            f"per weight: {memory['moments'] / weights:.2f} of moments, {memory['ages'] / weights:.2f} of ages, "
             f"{(memory['mask'] + memory['index']) / weights:.2f} of mask and index."
         )
 
@@ -335,7 +336,7 @@ class SMET(pl.Callback):
             raise UnsupportedError(f"SMET: the run began with block_size={saved}, not {self.settings.run}.")
 
     def _places(self) -> dict[str, list[int]]:
-        places = {}
+        places: dict[str, list[int]] = {}
         names = {layer.slot.param: name for name, layer in self.layers.items()}
         for number, optimizer in enumerate(self._trainer.optimizers if self._trainer is not None else ()):
             params = [param for group in optimizer.param_groups for param in group["params"]]

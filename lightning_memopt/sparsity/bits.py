@@ -1,7 +1,7 @@
 """A mask as packed bits with a small index: 1/8 byte per weight, and 4 bytes per `SEGMENT` weights.
 
-Weight i of a layer, counted row by row, is active if bit i % 8 of byte i // 8 is set. The moments of active weights lie in
-the order of the weights, so weight i has entry
+Weight i of a layer, counted row by row, is active if bit i % 8 of byte i // 8 is set. The moments of active weights lie
+in the order of the weights, so weight i has entry
 
     index[i // SEGMENT] + number of bits set in [i // SEGMENT * SEGMENT, i)
 
@@ -72,7 +72,8 @@ def move(entries: Tensor, old: Tensor, new: Tensor, total: int, fill: float | in
 
     Args:
         entries: One value per active weight of `old`, any dtype, [active].
-        old, new: Bits of the two masks.
+        old: Bits of the mask that the entries belong to.
+        new: Bits of the other.
         total: Number of weights.
         fill: Value of weights that only `new` holds.
         out: Where to write; a tensor other than `entries`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -51,10 +51,10 @@ def _heads(root: nn.Module) -> list[nn.Module]:
     """Output heads that Hugging Face models name."""
     heads = []
     for module in root.modules():
-        if hasattr(module, "get_output_embeddings"):
-            head = module.get_output_embeddings()
-            if head is not None:
-                heads.append(head)
+        name_head: Callable[[], nn.Module | None] = getattr(module, "get_output_embeddings", lambda: None)
+        head = name_head()
+        if head is not None:
+            heads.append(head)
     return heads
 
 

@@ -60,7 +60,7 @@ class SparseLayer:
     Attributes:
         active: Number of active weights, the same at any time.
         lr_scale: Factor of the learning rate.
-        growth: Where the coming update collects gradients of inactive weights; set before the step whose gradient decides.
+        growth: Where the coming update collects gradients of inactive weights, if that is the one that decides.
         stepped: Number of the optimizer step that last updated the weight.
     """
 

@@ -1,7 +1,7 @@
 """The k smallest of many integer keys, found by their digits: nothing is sorted, and no key is kept.
 
-Two passes over 32-bit keys count how many share their upper, then their lower 16 bits with the k-th smallest. Equal keys
-are taken in the order of their index, so the choice depends on the keys alone.
+Two passes over 32-bit keys count how many share their upper, then their lower 16 bits with the k-th smallest. Equal
+keys are taken in the order of their index, so the choice depends on the keys alone.
 """
 
 from __future__ import annotations

@@ -3,19 +3,21 @@
 Entries beside the rule's own, all in ``optimizer.state[param]`` so that checkpoints carry them:
 
     smet_mask     uint8 [ceil(weights / 8)]         bit i % 8 of byte i // 8: weight i is active
-    smet_index    int32 [ceil(weights / 128) + 1]   active weights before each segment, see `lightning_memopt.sparsity.bits`
+    smet_index    int32 [ceil(weights / 128) + 1]   active weights before each segment, see `sparsity.bits`
     smet_cohort   uint8 [active]                    which cohort an active weight belongs to
     smet_births   tuple of int                      updates the parameter had taken when each cohort was born
     smet_steps    int                               updates the parameter has taken
 
 A cohort is the weights that were grown in one event; all of them have the same age, so one byte per active weight and
-one number per cohort hold all ages exactly. Moments lie as one row, [1, active], in the order of the weights; 8-bit codes
+one number per cohort hold all ages exactly. Where more cohorts than a byte can tell apart are alive, the two whose ages
+differ least in proportion become one. Moments lie as one row, [1, active], in the order of the weights; 8-bit codes
 have their blocks along that row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -131,7 +133,7 @@ def _free_cohort(births: list[int], cohort: Tensor, steps: int) -> int:
     if len(births) < COHORTS:
         return len(births)
     order = sorted(range(len(births)), key=births.__getitem__)
-    pairs = zip(order, order[1:], strict=False)
+    pairs = pairwise(order)
     older, younger = min(pairs, key=lambda pair: (births[pair[1]] - births[pair[0]]) / max(1, steps - births[pair[0]]))
     cohort[cohort == younger] = older
     return younger

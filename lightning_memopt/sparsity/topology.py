@@ -1,10 +1,11 @@
 """A topology update: which weights of a layer are pruned and which are grown.
 
-A layer's weights are runs of `run` consecutive weights of a row (run = 1: single weights); a mask keeps or drops whole runs.
-As many are grown as pruned, so a layer's density never changes, and none that is pruned is grown in the same event.
+A layer's weights are runs of `run` consecutive weights of a row (run = 1: single weights); a mask keeps or drops whole
+runs. As many are grown as pruned, so a layer's density never changes, and none that is pruned is grown in the same
+event.
 
-Random choices are the smallest of `lightning_memopt.kernels.rounding.bits` of a key of (seed, event, parameter name) at the
-runs' global numbers. That function is one-to-one, so they are without repetition.
+Random choices are the smallest of `lightning_memopt.kernels.rounding.bits` of a key of (seed, event, parameter name) at
+the runs' global numbers. That function is one-to-one, so they are without repetition.
 """
 
 from __future__ import annotations
