@@ -1,0 +1,313 @@
+"""The compatibility table: every refused row is provoked, every row is well-formed, and the page shows the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import QUIET, Module, fit, square_loss, vectors
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+import lightning_memopt as memopt
+from lightning_memopt.compat import CASES, page, refusal
+
+ROOT = Path(__file__).parents[1]
+Linear = partial(nn.Linear, 8, 8)
+
+
+def train(module: Any = None, strategy: Any = "forge", **options: Any) -> None:
+    """Two steps of some module on vectors."""
+    module = module or Module(Linear, loss=square_loss)
+    fit(module, strategy, vectors(), **{"max_steps": 2} | options)
+
+
+def optimizer(make: Any) -> Callable[[], None]:
+    return lambda: train(Module(Linear, make, square_loss))
+
+
+# ---------------------------------------------------------------- modules that provoke a refusal
+
+
+class OwnClipping(Module):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class ZeroesInPlace(Module):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeverZeroes(Module):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+class Manual(Module):
+    """Manual optimization; `hand` is the training step."""
+
+    def __init__(self, hand: Callable[[Any, Any, Tensor], None]) -> None:
+        super().__init__(Linear)
+        self.automatic_optimization, self.hand = False, hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.hand(self, self.optimizers(), batch[0])
+
+
+def forgets(module: Any, optimizer: Any, x: Tensor) -> None:
+    module.manual_backward(module(x).sum())
+    optimizer.step()
+
+
+def clips_late(module: Any, optimizer: Any, x: Tensor) -> None:
+    with memopt.fused_step(optimizer):
+        module.manual_backward(module(x).sum())
+    module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def opens_twice(module: Any, optimizer: Any, x: Tensor) -> None:
+    for _ in range(2):
+        with memopt.fused_step(optimizer):
+            pass
+
+
+def goes_back_twice(module: Any, optimizer: Any, x: Tensor) -> None:
+    with memopt.fused_step(optimizer):
+        module.manual_backward(module(x).sum())
+        module.manual_backward(module(x).sum())
+
+
+def detached(net: Any, batch: list[Tensor]) -> Tensor:
+    return net[1](nn.functional.linear(net[0](batch[0]), net[1].weight.detach())).square().mean()
+
+
+def narrow_weight(dtype: torch.dtype) -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8))
+    net.extra = nn.Parameter(torch.zeros(3, dtype=dtype))
+    return net
+
+
+class OtherPrecision(MixedPrecision):
+    """A precision plugin of the user's own."""
+
+
+def sparse_embedding() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 8, sparse=True))
+
+
+def captured(module: Any = None, nonfinite: Any = "raise", **options: Any) -> None:
+    """Set-up of a run with ``cuda_graph=True`` as on a GPU; the check comes before anything touches the device."""
+    strategy: Any = memopt.ForgeStrategy(cuda_graph=True, nonfinite=nonfinite)
+    trainer = pl.Trainer(**(QUIET | options), strategy=strategy)  # type: ignore[arg-type]
+    strategy.connect(module or Module(Linear))
+    with mock.patch.object(memopt.ForgeStrategy, "root_device", torch.device("cuda", 0)):
+        strategy.setup_optimizers(trainer)
+
+
+def other_package() -> None:
+    """A module, and then a Trainer, of the twin package."""
+    twin = pytest.importorskip("pytorch_lightning")
+
+    class Twin(twin.LightningModule):  # type: ignore[misc,name-defined]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    twin.Trainer(strategy=memopt.ForgeStrategy(), **QUIET).fit(Twin(), vectors())
+
+
+# Feature -> what provokes it; a pattern of the message where the table's text only describes it.
+SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
+    "weight.detach() used beside its layer": (
+        lambda: train(Module(lambda: nn.Sequential(Linear(), Linear()), loss=detached)),
+        r"use weight\.detach\(\)\.clone",
+    ),
+    "configure_gradient_clipping without self.clip_gradients": lambda: train(OwnClipping(Linear, loss=square_loss)),
+    "zero_grad(set_to_none=False)": lambda: train(ZeroesInPlace(Linear, loss=square_loss)),
+    "optimizer_zero_grad that keeps gradients": lambda: train(NeverZeroes(Linear, loss=square_loss)),
+    # Given by its plugin: Lightning turns the flag into bf16-mixed on a CPU.
+    "precision 16-mixed": lambda: train(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]),
+    "precision 16-true": lambda: train(precision="16-true"),
+    "other precision plugins": lambda: train(plugins=[OtherPrecision("bf16-mixed", "cpu")]),
+    "manual optimization without fused_step": lambda: train(Manual(forgets)),
+    "clip_gradients after fused_step": lambda: train(Manual(clips_late)),
+    "second fused_step before optimizer.step()": lambda: train(Manual(opens_twice)),
+    "several devices": lambda: train(devices=2),
+    "optimizer options amsgrad, capturable, differentiable": (
+        optimizer(partial(torch.optim.Adam, amsgrad=True)),
+        r"Adam\(amsgrad=True\) cannot be fused; set amsgrad=False",
+    ),
+    "SGD with dampening and momentum": (
+        optimizer(partial(torch.optim.SGD, momentum=0.9, dampening=0.5)),
+        r"SGD\(dampening != 0\) cannot be fused; set dampening=0",
+    ),
+    "optimizer without a rule": (
+        optimizer(torch.optim.Adamax),
+        r"torch\.optim\.adamax\.Adamax has no fused update rule\. Use one of .*AdamW.*SGD",
+    ),
+    "float16 or complex parameters": (
+        lambda: train(Module(partial(narrow_weight, torch.float16))),
+        r"net\.extra is float16; fused updates need float32, bfloat16 or float64",
+    ),
+    "sparse embedding gradients": lambda: train(Module(sparse_embedding)),
+    "kernel 'fused' on a CPU": lambda: train(strategy=memopt.ForgeStrategy(kernel="fused")),
+    "a second backward pass in one fused step": (
+        lambda: train(Manual(goes_back_twice)),
+        r"net\.(weight|bias) received another gradient after its update in step 0",
+    ),
+    "cuda_graph without a GPU": lambda: train(strategy=memopt.ForgeStrategy(cuda_graph=True)),
+    "cuda_graph in manual optimization": lambda: captured(Manual(forgets)),
+    "cuda_graph with accumulate_grad_batches": lambda: captured(accumulate_grad_batches=2),
+    "cuda_graph with nonfinite='skip' and norm clipping": lambda: captured(nonfinite="skip", gradient_clip_val=1.0),
+    "modules of the package pytorch_lightning": other_package,
+}
+BROKEN = {
+    "modules of the package pytorch_lightning": "nothing raises this row's message",
+}
+REFUSED = {case.feature: case.message for case in CASES if case.verdict == "refused"}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(
+            feature,
+            marks=[pytest.mark.xfail(strict=True, reason=BROKEN[feature])] if feature in BROKEN else [],
+        )
+        for feature in SCENARIOS
+    ],
+)
+def test_refusal(feature: str) -> None:
+    """The row's error is raised, and says what the table says."""
+    scenario = SCENARIOS[feature]
+    provoke, pattern = scenario if isinstance(scenario, tuple) else (scenario, re.escape(REFUSED[feature]))
+    with pytest.raises(memopt.MemOptError, match=pattern):
+        provoke()
+
+
+def pending(feature: str) -> list[pytest.MarkDecorator]:
+    """Parts of the package whose own tests are to quote the row."""
+    own = "SMET" in feature or next(case for case in CASES if case.feature == feature).strategies == "forge_fsdp"
+    return [pytest.mark.xfail(strict=False, reason="its part's own tests do not quote it yet")] if own else []
+
+
+@pytest.mark.parametrize("feature", [pytest.param(feature, marks=pending(feature)) for feature in REFUSED])
+def test_every_refused_row_is_provoked(feature: str) -> None:
+    """A refused row needs a scenario here or, for a part with tests of its own, its name in one of those."""
+    others = (path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__))
+    assert feature in SCENARIOS or any(feature in path.read_text() for path in others)
+
+
+def test_scenarios_are_rows() -> None:
+    """A scenario of a row that is gone, or no longer refused, is out of date."""
+    assert set(SCENARIOS) <= set(REFUSED)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+def test_each_refused_option_is_named(option: str) -> None:
+    """The row on optimizer options names three; each is refused by its name."""
+    with pytest.raises(memopt.UnsupportedError, match=rf"AdamW\({option}=True\)"):
+        optimizer(partial(torch.optim.AdamW, **{option: True}))()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64], ids=["float16", "complex64"])
+def test_each_refused_dtype_is_named(dtype: torch.dtype) -> None:
+    """The row on parameter types names two."""
+    with pytest.raises(memopt.UnsupportedError, match=rf"net\.extra is {str(dtype)[6:]}"):
+        train(Module(partial(narrow_weight, dtype)))
+
+
+def test_refused_types_may_be_frozen() -> None:
+    """Only parameters that train must have a supported type."""
+
+    def frozen() -> nn.Module:
+        net = narrow_weight(torch.float16)
+        net.extra.requires_grad_(False)
+        return net
+
+    run = fit(Module(frozen, loss=lambda net, batch: net[0](batch[0]).square().mean()), data=vectors(), max_steps=2)
+    assert not torch.equal(run.weights["net.0.weight"], Module(frozen).net[0].weight)
+
+
+def test_parameter_of_two_optimizers() -> None:
+    """Two optimizers may not share a parameter: its name is in the message."""
+
+    class Two(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(memopt.UnsupportedError, match=r"net\.weight belongs to two optimizers"):
+        train(Two(forgets))
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_options_without_effect_are_said(option: str, caplog: pytest.LogCaptureFixture) -> None:
+    """foreach and fused choose torch kernels that are not used; the log says so."""
+    with caplog.at_level("INFO"):
+        optimizer(partial(torch.optim.AdamW, **{option: True}))()
+    assert f"AdamW({option}=True) has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"rounding": "up"}, {"kernel": "fast"}, {"nonfinite": "ignore"}, {"state_dtype": "bfloat16"}],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_unknown_choices(arguments: dict[str, Any]) -> None:
+    """A misspelt choice is named together with the valid ones."""
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of '"):
+        memopt.ForgeStrategy(**arguments)
+
+
+def test_a_refused_run_leaves_a_plain_module() -> None:
+    """After a refusal at set-up the module trains plainly, as if nothing had happened."""
+    module = Module(Linear, partial(torch.optim.AdamW, amsgrad=True), square_loss)
+    with pytest.raises(memopt.UnsupportedError):
+        train(module)
+    assert "forward" not in module.net.__dict__
+    assert not module.net.weight.__dict__
+    plain = fit(module, "auto", vectors(), max_steps=3)
+    fresh = fit(Module(Linear, partial(torch.optim.AdamW, amsgrad=True), square_loss), "auto", vectors(), max_steps=3)
+    assert torch.equal(plain.weights["net.weight"], fresh.weights["net.weight"])
+
+
+# ---------------------------------------------------------------- the table and its page
+
+
+def test_rows() -> None:
+    """Features are unique, and each row says something."""
+    features = [case.feature for case in CASES]
+    assert len(set(features)) == len(features)
+    for case in CASES:
+        assert case.message and case.optimizers and "|" not in case.feature + case.message
+
+
+def test_refusal_names_place_and_way_out() -> None:
+    """The error of a row begins with where it happened and holds the row's message."""
+    error = refusal("several devices", "devices=2")
+    assert str(error) == f"devices=2: {REFUSED['several devices']}"
+    assert isinstance(error, ValueError)
+    with pytest.raises(AssertionError):
+        refusal("frozen parameters")
+
+
+def test_page_is_current() -> None:
+    """docs/compatibility.md is what ``python -m lightning_memopt.compat`` prints."""
+    assert (ROOT / "docs" / "compatibility.md").read_text() == page()
+
+
+def test_page_lists_every_row() -> None:
+    """One line for each row, which begins with the feature and ends with verdict and message."""
+    lines = [line for line in page().splitlines() if line.startswith("| ")][1:]  # without the heading
+    rows = [line for line in lines if not line.startswith("| ---")]
+    assert len(rows) == len(CASES)
+    for case, line in zip(CASES, rows, strict=True):
+        assert line.startswith(f"| {case.feature} |") and line.endswith(f"| {case.verdict} | {case.message} |")
