@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import CLI, ArgumentParser
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
@@ -104,6 +104,26 @@ class MemOptCLI(LightningCLI):
             raise MemOptError(f"{path} is not a checkpoint that torch can read (--ckpt_path).") from error
 
 
+class ConfigCLI(MemOptCLI):
+    """Checks a config as ``memopt fit`` would, and builds its parts on demand instead of running anything."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(args=args, run=False, seed_everything_default=False)
+
+    def instantiate_classes(self) -> None:
+        """Build nothing yet."""
+
+    def build(self) -> None:
+        """Set ``model``, ``datamodule`` and ``config_init``, whose ``trainer`` holds strategy and callbacks."""
+        try:
+            self.config_init = self.parser.instantiate_classes(self.config)
+        except (ValueError, MisconfigurationException) as error:
+            raise _own_error(error) or MemOptError(str(error)) from error
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+
+
 def main(args: list[str] | None = None) -> None:
     """Run `memopt` with the given arguments, by default those of the process.
 
@@ -126,13 +146,11 @@ def main(args: list[str] | None = None) -> None:
 def run_command(name: str, args: list[str]) -> None:
     """Run one of our own commands: the options are the function's parameters, with dashes or underscores."""
     flags = [_with_underscores(arg) if arg.startswith("--") else arg for arg in args]
-    CLI(
-        COMMANDS[name],
-        args=flags,
-        as_positional=False,
-        parser_class=ShortErrorParser,
-        prog=f"memopt {name}",
-    )
+    command = COMMANDS[name]
+    summary = (command.__doc__ or "").split("\n\n    Args:")[0]
+    parser = ShortErrorParser(prog=f"memopt {name}", description=" ".join(summary.split()))
+    parser.add_function_arguments(command, as_group=False)
+    command(**parser.parse_args(flags).as_dict())
 
 
 def _own_error(error: BaseException | None) -> MemOptError | None:

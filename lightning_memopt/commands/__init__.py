@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_memopt.commands.bench import bench
 from lightning_memopt.commands.export import export
 from lightning_memopt.commands.generate import generate
 
-COMMANDS: dict[str, Callable[..., None]] = {"generate": generate, "export": export}
+COMMANDS: dict[str, Callable[..., None]] = {"bench": bench, "generate": generate, "export": export}
 
 __all__ = ["COMMANDS"]

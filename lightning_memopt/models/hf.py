@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models.causal_lm import CausalLM, Schedule
 
-
-# Architectures whose logits are the output projection of the last hidden states and nothing more: no scale, no soft cap.
+# Architectures whose logits are the output projection of the last hidden states and no more: no scale, no soft cap.
 PLAIN_HEADS = frozenset(
     ("gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 )
@@ -32,10 +31,10 @@ class HFCausalLM(CausalLM):
     ``precision`` decides what they are trained in.
 
     Args:
-        name_or_path: Folder of a saved model, or its name on the hub.
+        name_or_path: Folder of a saved model, or its name on the hub; not needed with an `architecture`.
         from_config: Read only the configuration and start from random weights.
-        architecture: A whole model configuration; when given, ``name_or_path`` is not read and the weights
-            are random. Checkpoints fill it in, so that one loads where the original folder is gone.
+        architecture: A model configuration with its ``model_type``; when given, ``name_or_path`` is not read and the
+            weights are random. Checkpoints fill it in, so that one loads where the original folder is gone.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         chunked_loss: Form the loss a few tokens at a time instead of holding all logits
             (`lightning_memopt.models.linear_cross_entropy`); has an effect where the architecture's logits are the
@@ -54,7 +53,7 @@ class HFCausalLM(CausalLM):
 
     def __init__(
         self,
-        name_or_path: str,
+        name_or_path: str = "",
         from_config: bool = False,
         architecture: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
@@ -136,6 +135,8 @@ def _build(name_or_path: str, from_config: bool, architecture: dict[str, Any] | 
     try:
         if architecture is not None:
             config = transformers.AutoConfig.for_model(**architecture)
+        elif not name_or_path:
+            raise MemOptError("HFCausalLM needs a name_or_path, or an architecture.")
         elif from_config:
             config = transformers.AutoConfig.from_pretrained(name_or_path)
         else:

@@ -3,8 +3,8 @@
     loss = mean over counted tokens of  logsumexp(W h_t + b) - (W h_t + b)[target_t]
 
 The tokens go through in chunks. Forward keeps the log-sum-exp of each token; backward forms a chunk's logits again and
-from them dY = (softmax - onehot) / count in the precision of the matmul, then dX = dY W. The weight's part is the factor
-pair (dY, h): where a fused strategy updates inside backward it takes the pair, as from any linear layer
+from them dY = (softmax - onehot) / count in the precision of the matmul, then dX = dY W. The weight's part is the
+factor pair (dY, h): where a fused strategy updates inside backward it takes the pair, as from any linear layer
 (`lightning_memopt.backward.linear`); otherwise dW = dYᵀ h is formed.
 
 For T tokens, D features and V token ids, the logits would take T V elements, in the weight's precision and again in
@@ -72,13 +72,13 @@ def loss_at_head(head: nn.Linear, targets: Tensor) -> Iterator[None]:
     monitoring or the user put on its modules.
     """
     own = head.__dict__.get("forward")
-    head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, targets, head.bias)  # type: ignore[method-assign]
+    head.__dict__["forward"] = lambda hidden: linear_cross_entropy(hidden, head.weight, targets, head.bias)
     try:
         yield
     finally:
         del head.__dict__["forward"]
         if own is not None:
-            head.forward = own  # type: ignore[method-assign]
+            head.__dict__["forward"] = own
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -120,7 +120,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         x, weight, bias, targets, counted, norm, count = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         operand, added = weight.to(ctx.dtype), bias.to(ctx.dtype) if bias is not None else None
@@ -141,10 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             prob.mul_((counts * scale)[:, None])
             if db is not None:
                 db += prob.sum(0)
-            if all_dy is not None:
-                dy = all_dy[start:stop].copy_(prob)
-            else:
-                dy = prob.to(ctx.dtype)
+            dy = all_dy[start:stop].copy_(prob) if all_dy is not None else prob.to(ctx.dtype)
             del prob
             if dx is not None:
                 dx[start:stop] = dy @ operand

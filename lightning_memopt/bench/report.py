@@ -1,0 +1,129 @@
+"""A run's table in Markdown and its plots, made from the CSV alone."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+Cells = dict[str, str]
+
+
+def read(path: Path) -> list[Cells]:
+    """The lines of a results file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: Sequence[Cells], baseline: str = "adamw") -> str:
+    """One Markdown table; times also as a part of the baseline's at the same number of tokens.
+
+    Lines without numbers say why.
+    """
+    base = {row["tokens"]: float(row["step_ms"]) for row in rows if row["method"] == baseline and row["step_ms"]}
+    lines = [
+        "| method | tokens | step ms (fastest to slowest) | of torch's | GPU busy ms | kernels | tokens/s "
+        "| peak GiB | reserved GiB | loss at step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if row["status"] != "ok":
+            lines.append(f"| {row['label']} | {row['tokens'] or '-'} | {row['status']} | | | | | | | |")
+            continue
+        time = f"{number(row['step_ms'])} ({number(row['step_ms_low'])} to {number(row['step_ms_high'])})"
+        ratio = f"{float(row['step_ms']) / base[row['tokens']]:.2f}" if row["tokens"] in base else "-"
+        cells = [
+            row["label"],
+            row["tokens"],
+            time,
+            ratio,
+            number(row["gpu_busy_ms"]),
+            number(row["kernels"]),
+            number(row["tokens_per_s"]),
+            number(row["peak_gib"]),
+            number(row["reserved_gib"]),
+            f"{float(row['loss']):.3f} at {row['loss_step']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def number(text: str) -> str:
+    """Three significant digits, without an exponent; a dash for what was not measured."""
+    if not text:
+        return "-"
+    value = float(text)
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def caption(rows: Sequence[Cells]) -> str:
+    """Model, device, versions and command of the rows, in Markdown."""
+    row = next((row for row in rows if row["status"] == "ok"), rows[0])
+    versions = [f"{name} {row[name]}" for name in ("torch", "triton", "lightning", "transformers") if row[name]]
+    packages = sorted({r["package"] for r in rows if r["package"]} - {f"torch {row['torch']}"})
+    others = [package for package in packages if not package.startswith("torch ")]
+    size = f"{int(row['parameters']) / 1e9:.2f} B parameters, " if row["parameters"] else ""
+    driver = f", driver {row['driver']}" if row["driver"] else ""
+    return (
+        f"{row['model']}: {size}{row['precision']}; {row['device']}{driver}; {', '.join([*versions, *others])}; "
+        f"{row['date'].split(' ')[0]}; `{row['command']}`\n"
+    )
+
+
+def plots(rows: Sequence[Cells], folder: Path) -> list[Path]:
+    """Memory over methods, and time and memory over tokens, as PNG."""
+    from matplotlib.figure import Figure
+
+    good = [row for row in rows if row["status"] == "ok"]
+    if not good:
+        return []
+    tokens = sorted({int(row["tokens"]) for row in good})
+    first = [row for row in good if int(row["tokens"]) == tokens[0] and row["peak_gib"]]
+    made = []
+    if first:
+        figure = Figure(figsize=(7, 0.32 * len(first) + 1.2), layout="constrained")
+        axes = figure.add_subplot(xlabel=f"peak GiB at {tokens[0]} tokens per step")
+        bars = axes.barh(
+            [row["label"] for row in first],
+            [float(row["peak_gib"]) for row in first],
+            color=["C0" if row["method"].startswith("forge") else "0.6" for row in first],
+        )
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        made.append(folder / "memory.png")
+        figure.savefig(made[-1], dpi=130)
+    for name, column, words in (
+        ("time_over_tokens.png", "step_ms", "step ms"),
+        ("memory_over_tokens.png", "peak_gib", "peak GiB"),
+    ):
+        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="tokens per step", ylabel=words)
+        for index, method in enumerate(dict.fromkeys(row["method"] for row in good)):
+            points = [(int(r["tokens"]), float(r[column])) for r in good if r["method"] == method and r[column]]
+            label = next(row["label"] for row in good if row["method"] == method)
+            style = "-o" if method.startswith("forge") else "--s"
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), style, label=label, markersize=4, color=f"C{index % 10}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        made.append(folder / name)
+        figure.savefig(made[-1], dpi=130)
+    return made
+
+
+def write(results: Path) -> None:
+    """Write ``table.md`` and, with matplotlib (extra ``plot``), the plots beside a results file."""
+    rows = read(results)
+    (results.parent / "table.md").write_text(caption(rows) + "\n" + table(rows), encoding="utf-8")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("No plots: they need matplotlib (pip install 'lightning-memopt[plot]').")
+        return
+    plots(rows, results.parent)
