@@ -38,7 +38,7 @@ from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError, UpdateError
-from lightning_memopt.kernels import Kernel, Rounding, Update, apply_factors, apply_gradient
+from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_factors, apply_gradient
 from lightning_memopt.kernels.active import Ages
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.rules.storage import Dense, Storage
@@ -420,7 +420,9 @@ class Updater:
         if grad is not None and grad.layout != torch.strided:
             raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
         update = self._begin(slot, coefficient)
-        if factors:
+        if not self._sound(slot, factors, grad):
+            finite = False
+        elif factors:
             finite = apply_factors(update, factors, grad, self.kernel)
         else:
             assert grad is not None
@@ -460,6 +462,10 @@ class Updater:
         if key not in self._aged:
             self._aged[key] = sparse.ages_of_step()
         return self._aged[key]
+
+    def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
+        """Whether the update may be taken as far as others know; kernels look at the gradient themselves."""
+        return True
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         """Count an update, or report that it was left out."""
