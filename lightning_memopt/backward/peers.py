@@ -40,22 +40,23 @@ class Peers:
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._failed = False
 
-    def announce(self, kind: int, number: int, value: int, name: str) -> list[int]:
-        """Tell the others what comes next, and a number; returns every rank's number, in rank order.
+    def announce(self, kind: int, number: int, name: str, value: int = 0, flag: bool = True) -> tuple[list[int], bool]:
+        """Tell the others what comes next; returns every rank's value, in rank order, and whether all flags are set.
 
         Args:
             kind: What comes next.
             number: Which one.
             value: What the others want to know of it, for example this rank's tokens.
+            flag: Something that must hold on all ranks.
             name: The same in words, for messages.
 
         Raises:
             UpdateError: Another rank failed, or is about to do something else.
         """
         if self._group is None:
-            return [value]
-        heard = self._gather([kind, number, value])
-        for rank, (other, _, _) in enumerate(heard):
+            return [value], flag
+        heard = self._gather([kind, number, value, int(flag)])
+        for rank, (other, *_) in enumerate(heard):
             if other == FAILED:
                 self._failed = True
                 raise UpdateError(self._words_of(rank))
@@ -65,13 +66,13 @@ class Peers:
                 f"ranks disagree about the layer whose gradient comes next; this one has {name}. Every rank must "
                 "run the same layers in the same order in each step: tokens may differ, the path may not."
             )
-        return [value for _, _, value in heard]
+        return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)
 
     def all_of(self, flags: Sequence[bool], kind: int) -> list[bool]:
         """Whether each flag is set on all ranks."""
         if self._group is None:
             return list(flags)
-        self.announce(kind, len(flags), 0, "the end of the step")
+        self.announce(kind, len(flags), "the end of the step")
         both = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(flag) for flag in both.tolist()]
@@ -83,8 +84,8 @@ class Peers:
         self._failed = True
         words = f"rank {dist.get_rank(self._group)} failed: {type(error).__name__}: {error}"
         try:
-            heard = torch.empty(self.size * 3, dtype=torch.int64)
-            mine = torch.tensor([FAILED, 0, 0])
+            heard = torch.empty(self.size * 4, dtype=torch.int64)
+            mine = torch.tensor([FAILED, 0, 0, 0])
             all_gather(heard, mine, group=self._group, async_op=True).wait(timedelta(seconds=PATIENCE))
             self._words_of(dist.get_rank(self._group), words)
         except (RuntimeError, ValueError):  # nobody listens any more

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
@@ -32,8 +32,9 @@ from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.kernels import apply_slabs
+from lightning_memopt.kernels import Factors, apply_slabs
 from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, finite
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
 
 # Kinds of announcements.
-FACTORS, END = 1, 2
+FACTORS, UPDATE, END = 1, 2, 3
 
 
 class ShardedUpdater(Updater):
@@ -149,7 +150,8 @@ class ShardedUpdater(Updater):
             slot.arrive((dy, x))
             self._arrived(slot, complete)
             return
-        tokens = self.peers.announce(FACTORS, slot.number, len(dy), slot.name)
+        bounded = dy.is_cuda or _product_below(dy, x, slot.rule.limit / ranks.size)
+        tokens, bounded = self.peers.announce(FACTORS, slot.number, slot.name, len(dy), bounded)
         route = self._choose(slot, max(tokens), dy.element_size())
         if route == "exchange":
             before, self._flying = self._flying, (slot, Exchange(dy, x, max(tokens), ranks), complete)
@@ -157,11 +159,14 @@ class ShardedUpdater(Updater):
             return
         self._land()
         blocks = reduce_rows(dy, x, ranks, compute_dtype(slot.param))
-        if complete:
+        if complete and bounded:
             self._settle(slot, apply_slabs(self._begin(slot), blocks, self.kernel))
-        else:
-            for start, stop, block in blocks:
-                slot.add_rows(start, stop, block)
+            return
+        # A block that was consumed cannot be taken back: one that may not be finite waits for the others.
+        for start, stop, block in blocks:
+            slot.add_rows(start, stop, block)
+        if complete:
+            self._update(slot)
 
     def _choose(self, slot: ShardedSlot, tokens: int, itemsize: int) -> Route:
         assert self.ranks is not None
@@ -215,10 +220,22 @@ class ShardedUpdater(Updater):
         outcomes, self._outcomes = self._outcomes, []
         if outcomes:
             assert self.peers is not None
-            finite = self.peers.all_of([finite for _, finite in outcomes], END)
-            for (slot, _), taken in zip(outcomes, finite, strict=True):
+            together = self.peers.all_of([taken for _, taken in outcomes], END)
+            for (slot, _), taken in zip(outcomes, together, strict=True):
                 super()._settle(slot, taken)
         self._say_plan()
+
+    def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
+        """Whether the gradient is finite in the rows of all ranks. GPUs are not asked: their kernels tell later."""
+        assert isinstance(slot, ShardedSlot) and self.peers is not None
+        if slot.weight.is_cuda:
+            return True
+        limit, dtype = slot.rule.limit, compute_dtype(slot.param)
+        if factors:
+            sound = finite(factors, grad, dtype, max(1, SLAB_ELEMENTS // max(1, slot.param.shape[1])), limit)
+        else:
+            sound = grad is None or bool((grad.abs() < limit).all())
+        return self.peers.announce(UPDATE, slot.number, slot.name, flag=sound)[1]
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         self._outcomes.append((slot, finite))
@@ -243,6 +260,14 @@ class ShardedUpdater(Updater):
         for route, count, moved in _summary(self.plan):
             lines.append(f"  {route}: {count} layers, {moved / 1e6:,.1f} MB")
         rank_zero_info("\n".join(lines))
+
+
+def _product_below(dy: Tensor, x: Tensor, limit: float) -> bool:
+    """Whether no element of dYᵀ x can reach `limit`."""
+    if not dy.numel() or not x.numel():
+        return True
+    bound = float(dy.abs().amax()) * float(x.abs().amax()) * len(dy)
+    return bound < min(limit, torch.finfo(torch.float32).max)
 
 
 def _restored(slot: Slot, moment: Storage, entries: Mapping[str, Any]) -> dict[str, Any]:
