@@ -12,7 +12,7 @@ from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage_8bit import BLOCK
 
 # Rows of a tile, and tokens that a row sums at once. Most rows have few tokens or none.
-ROWS, TOKENS = 8, 4
+ROWS, TOKENS = 16, 4
 
 
 @triton.jit(do_not_specialize=["padding", "offset"])

@@ -11,7 +11,7 @@ from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage_8bit import BLOCK, rows_of
 
 # Blocks of one program: 2048 weights.
-BLOCKS = 16
+BLOCKS = 32
 
 
 @triton.jit(do_not_specialize=["offset"])

@@ -18,34 +18,49 @@ from lightning_memopt.kernels.slabs import Factors, join
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage_8bit import BLOCK
 
-# Rows of a tile, which is one block wide, and parts in which it is updated; height of the bands in which tiles are
-# taken, so that operands stay in L2.
-ROWS, PARTS, BAND = 128, 4, 8
+# Rows and columns of a tile; rows of the part of it that is updated at once, which is one block wide; height of the
+# bands in which tiles are taken, so that operands stay in L2.
+ROWS, COLUMNS, PART_ROWS, BAND = 128, 128, 64, 8
 # The interpreter's dot is wrong for bf16.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _step_parts(
-    acc, top_row, j, rows, columns, across, update,
-    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, PARTS: tl.constexpr,
+    acc, first_row, first_column, rows, columns, update,
+    TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Update the tile from `top_row` down, a part of its rows at a time: all of it at once would not fit registers."""
+    """Update a tile part by part: all of it at once would not fit the registers."""
     height: tl.constexpr = acc.shape[0]
     width: tl.constexpr = acc.shape[1]
-    if PARTS > 1:
-        upper, lower = tl.split(tl.permute(tl.reshape(acc, (2, height // 2, width)), (1, 2, 0)))
-        _step_parts(upper, top_row, j, rows, columns, across, update, TILE, SCALARS, KINDS, STOCHASTIC, PARTS // 2)
+    if width > BLOCK:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (height, 2, width // 2)), (0, 2, 1)))
         _step_parts(
-            lower, top_row + height // 2, j, rows, columns, across, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, PARTS // 2,
+            left, first_row, first_column, rows, columns, update,
+            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+        )  # fmt: skip
+        _step_parts(
+            right, first_row, first_column + width // 2, rows, columns, update,
+            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+        )  # fmt: skip
+    elif height > PART_ROWS:
+        upper, lower = tl.split(tl.permute(tl.reshape(acc, (2, height // 2, width)), (1, 2, 0)))
+        _step_parts(
+            upper, first_row, first_column, rows, columns, update,
+            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+        )  # fmt: skip
+        _step_parts(
+            lower, first_row + height // 2, first_column, rows, columns, update,
+            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
         )  # fmt: skip
     else:
         w, values, scales, row, key, nonfinite, offset = update
-        r = top_row + tl.arange(0, height)
-        valid = (r < rows)[:, None] & (j * width + tl.arange(0, width) < columns)[None, :]
-        start = r.to(tl.int64) * columns + j * width
-        block = tl.where(r < rows, r.to(tl.int64) * across + j, -1)
+        r = first_row + tl.arange(0, height)
+        valid = (r < rows)[:, None] & (first_column + tl.arange(0, width) < columns)[None, :]
+        start = r.to(tl.int64) * columns + first_column
+        block = r.to(tl.int64) * tl.cdiv(columns, BLOCK) + first_column // BLOCK
+        block = tl.where((r < rows) & (first_column < columns), block, -1)
         blocks.step(
             acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
         )
@@ -57,7 +72,8 @@ def weight_gradient_update(
     dy_token, dy_row, x_token, x_column, grad_row, grad_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     STORED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr,
+    BLOCK: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x (+ grad, if `STORED`) and take one step of rule `TILE` on weight and moments.
 
@@ -66,18 +82,18 @@ def weight_gradient_update(
         grad: A stored part of the gradient, [rows, columns], with its strides.
         PRECISION: Of float32 products: "ieee" or "tf32".
     """
-    across = tl.cdiv(columns, BLOCK)
+    across = tl.cdiv(columns, COLUMNS)
     band = BAND * across
     top = tl.program_id(0) // band * BAND
     height = tl.minimum(tl.cdiv(rows, ROWS) - top, BAND)
-    top_row = (top + tl.program_id(0) % band % height) * ROWS
-    r = top_row + tl.arange(0, ROWS)
-    j = tl.program_id(0) % band // height
-    c = j * BLOCK + tl.arange(0, BLOCK)
+    first_row = (top + tl.program_id(0) % band % height) * ROWS
+    first_column = tl.program_id(0) % band // height * COLUMNS
+    r = first_row + tl.arange(0, ROWS)
+    c = first_column + tl.arange(0, COLUMNS)
     t = tl.arange(0, TOKENS)
     dy_at = dy + r.to(tl.int64)[:, None] * dy_row
     x_at = x + c.to(tl.int64)[None, :] * x_column
-    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, tokens, TOKENS):
         token = (first + t).to(tl.int64)
         a = tl.load(dy_at + token[None, :] * dy_token, mask=(r < rows)[:, None] & (token < tokens)[None, :], other=0.0)
@@ -89,9 +105,7 @@ def weight_gradient_update(
         grad_at = grad + r.to(tl.int64)[:, None] * grad_row + c.to(tl.int64)[None, :] * grad_column
         acc += tl.load(grad_at, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
     update = (w, values, scales, row, key, nonfinite, offset)
-    _step_parts(
-        acc, top_row, j, rows, columns, across, update, TILE, SCALARS, KINDS, STOCHASTIC, PARTS
-    )  # fmt: skip
+    _step_parts(acc, first_row, first_column, rows, columns, update, TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS)
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
@@ -112,7 +126,7 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         return
     call = blocks.arguments(update)
     stored = grad if grad is not None else dy
-    weight_gradient_update[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, BLOCK),)](
+    weight_gradient_update[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
         dy,
         x,
         stored,
@@ -128,10 +142,11 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         STORED=grad is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         ROWS=ROWS,
-        BLOCK=BLOCK,
+        COLUMNS=COLUMNS,
         TOKENS=32,
         BAND=BAND,
-        PARTS=PARTS,
+        BLOCK=BLOCK,
+        PART_ROWS=PART_ROWS,
         num_warps=8,
         num_stages=3,
     )

@@ -41,7 +41,7 @@ def compile_kernel(module: str, moments: str, capability: int):
             fused_triton.weight_gradient_update,
             {
                 "STORED": False, "PRECISION": "ieee", "TOKENS": 32,
-                **{name: getattr(fused_triton, name) for name in ("ROWS", "BAND", "PARTS")},
+                **{name: getattr(fused_triton, name) for name in ("ROWS", "COLUMNS", "BAND", "PART_ROWS")},
             },
             8,
         ),
@@ -53,7 +53,7 @@ def compile_kernel(module: str, moments: str, capability: int):
     }[module]  # fmt: skip
     pointer, kinds = MOMENTS[moments]
     signature = GRADIENTS[module] | {
-        "w": "*bf16", "values": (pointer,) * 2, "scales": ("*fp32",) * 2, "row": "*fp32", "key": "*i32",
+        "w": "*bf16", "values": (pointer,) * 2, "scales": ("*bf16",) * 2, "row": "*fp32", "key": "*i32",
         "nonfinite": "*i32", "offset": "i32",
     }  # fmt: skip
     constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "BLOCK": BLOCK}
