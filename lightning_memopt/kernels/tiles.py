@@ -35,10 +35,10 @@ def scalars(row, COUNT: tl.constexpr):
     """The parameter's row of device scalars as two tuples: the four common ones, and the rule's own `COUNT`."""
     common = ()
     for i in tl.static_range(_COMMON):
-        common = common + (tl.load(row + i),)
+        common = common + (tl.load(row + i),)  # type: ignore[assignment]
     own = ()
     for i in tl.static_range(COUNT):
-        own = own + (tl.load(row + _COMMON + i),)
+        own = own + (tl.load(row + _COMMON + i),)  # type: ignore[assignment]
     return common, own
 
 
@@ -116,9 +116,7 @@ def reciprocal(x):
     """1 / x in one instruction, to the last place but one; a full division would be a fifth of the whole update."""
     if _INTERPRETED:
         return 1.0 / x
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -1,0 +1,91 @@
+"""Updates on NVIDIA GPUs: which Triton kernel takes one, and how operands are brought into the form it wants.
+
+Every route reads its scalars from the device, so a step neither waits for the device nor recompiles when a schedule
+moves, and a CUDA graph can capture it. A non-finite gradient element leaves its weight and state as they were and sets
+``update.nonfinite``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, tuning
+from lightning_memopt.kernels.slabs import Factors, join, slabs
+from lightning_memopt.kernels.update import Update
+
+# Elements of a slab of dW in float32, 16 MiB: stays in L2 between the matmul and the update, yet fills the GPU.
+SLAB_ELEMENTS = 1 << 22
+
+
+def supports(update: Update) -> bool:
+    """Whether the kernels know this update's device, dtypes and storages."""
+    return update.weight.is_cuda and update.row is not None and blocks.supports(update)
+
+
+def apply_gradient(update: Update, grad: Tensor) -> None:
+    """Take one step on a stored gradient of the weight's shape."""
+    flat.apply_gradient(update, grad)
+
+
+def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> None:
+    """Take one step on dW = sum of dYᵀ x over `factors`, plus `grad` if a part of the sum is stored.
+
+    Args:
+        kernel: "fused", "two_pass" or "auto", which takes the faster one (`kernels.tuning`).
+    """
+    if grad is not None:
+        # No kernel of ours adds a stored gradient faster than the two passes do.
+        if kernel == "fused":
+            fused_triton.apply_factors(update, factors, grad)
+        else:
+            two_pass(update, factors, grad)
+        return
+    dy, x = for_tma(*join(factors))
+    hopper = fused_hopper.available(update.weight.device) and fused_hopper.supports(update, dy, x)
+    route: tuning.Route
+    if not hopper:
+        route = tuning.PORTABLE if kernel == "fused" else tuning.TWO_PASS
+    elif kernel == "two_pass":
+        route = tuning.TWO_PASS
+    else:
+        route = tuning.choose(update, dy, x, fused=kernel == "fused")
+    run(route, update, dy, x)
+
+
+def run(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> None:
+    """Take one step by the given route."""
+    if isinstance(route, fused_hopper.Config):
+        fused_hopper.apply_factors(update, dy, x, route)
+    elif route == tuning.TWO_PASS:
+        two_pass(update, [(dy, x)], None)
+    else:
+        fused_triton.apply_factors(update, [(dy, x)], None)
+
+
+def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
+    """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
+    rows, columns = update.weight.shape
+    if rows * columns == 0:
+        return
+    # Whole tiles of the matmul, and slabs of equal height, so that the last one is not a sliver.
+    count = -(-rows * columns // SLAB_ELEMENTS)
+    height = -(-rows // count // 128) * 128 if count > 1 else rows
+    for start, stop, slab in slabs(factors, grad, torch.float32, height):
+        flat.apply_gradient(update.rows(start, stop), slab)
+
+
+def for_tma(dy: Tensor, x: Tensor) -> Factors:
+    """The factors in one dtype, with rows that TMA can read if a copy makes it so; never without tokens."""
+    if dy.dtype != x.dtype:
+        dtype = torch.promote_types(dy.dtype, x.dtype)
+        dy, x = dy.to(dtype), x.to(dtype)
+    if not len(x):
+        dy, x = dy.new_zeros(1, dy.shape[1]), x.new_zeros(1, x.shape[1])
+    return _rows_for_tma(dy), _rows_for_tma(x)
+
+
+def _rows_for_tma(factor: Tensor) -> Tensor:
+    return factor if fused_hopper.readable(factor) else factor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,150 @@
+"""Which route is the fastest for a layer: a table, and measurements that overrule it.
+
+The table holds what was best on one H200 (`docs/kernels.md`), so that a first run is already good. `tune` times the
+routes on copies of a layer's weight and state, never on the live ones, and keeps the winner on disk, per GPU and
+package version; with ``MEMOPT_TUNE=1`` in the environment, `choose` does so when it meets a layer for the first time.
+Without it nothing is timed, and the same run takes the same routes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels import codes
+from lightning_memopt.kernels.fused_hopper import Config, bytes_per_weight
+from lightning_memopt.kernels.update import Update
+
+Route = Config | Literal["two_pass", "portable"]
+TWO_PASS: Literal["two_pass"] = "two_pass"
+PORTABLE: Literal["portable"] = "portable"
+
+# Weights of a layer that are copied for a measurement: its first rows.
+SAMPLE = 1 << 26
+ROUNDS, CALLS = 5, 4
+
+
+def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Route:
+    """The route for an update that the Hopper kernel supports; never `two_pass` if `fused`."""
+    found = _measured(update.weight.device).get(_key(update, dy, x))
+    if found is None and os.environ.get("MEMOPT_TUNE") == "1" and not torch.cuda.is_current_stream_capturing():
+        found = tune(update, dy, x)
+    route = found if found is not None else default(update, len(x))
+    return candidates(update, len(x))[0] if fused and route == TWO_PASS else route
+
+
+def default(update: Update, tokens: int) -> Route:
+    """What the table says."""
+    coded = any(codes.kind(storage) >= codes.SIGNED for storage in update.storage)
+    # Encoding costs more than the matmul hides at few tokens, and the flat kernel is better at it.
+    return TWO_PASS if coded and tokens < 1024 else candidates(update, tokens)[0]
+
+
+def candidates(update: Update, tokens: int) -> list[Config]:
+    """Configurations of the Hopper kernel worth a try, the one that is usually best first.
+
+    At few tokens the weight's traffic decides, so memory goes to chunks in flight; at many, to operands.
+    """
+    size = bytes_per_weight(update)
+    few, many = 1 if tokens <= 1024 else 2, tokens > 1024
+    if size <= 2:
+        return [Config(5, 8, 1, few), Config(6, 4, 1, few)]
+    if size <= 4:
+        return [Config(5, 4, 0, few), Config(5, 4, 1, few)]
+    if size <= 6:
+        deep, wide = Config(5, 2, 0, few), Config(4, 4, 0, few)
+        return [deep, wide] if many else [wide, deep]
+    if size <= 12:
+        return [Config(4, 2, 0, few), Config(3, 2, 0, few)]
+    return [Config(3, 2, 0, few)]
+
+
+def tune(update: Update, dy: Tensor, x: Tensor) -> Route:
+    """Time every route on copies of the layer's first rows and remember the fastest."""
+    from lightning_memopt.kernels import gpu
+
+    rows = min(len(update.weight), max(128, SAMPLE // update.weight.shape[1]))
+    sample = copy(update.rows(0, rows))
+    routes: list[Route] = [*candidates(update, len(x)), TWO_PASS]
+    part = dy[:, :rows]
+    times = interleaved([partial(gpu.run, route, sample, part, x) for route in routes], ROUNDS, CALLS)
+    route = routes[times.index(min(times))]
+    _remember(update.weight.device, _key(update, dy, x), route)
+    return route
+
+
+def copy(update: Update) -> Update:
+    """The same update on copies of weight and state."""
+    assert update.nonfinite is not None
+    state = {
+        key: value.clone() if isinstance(value, Tensor) and value.is_cuda else value
+        for key, value in update.state.items()
+    }
+    return replace(update, weight=update.weight.clone(), state=state, nonfinite=update.nonfinite.clone())
+
+
+def interleaved(calls: list[Callable[[], object]], rounds: int, repeats: int) -> list[float]:
+    """Median milliseconds of each call, timed in turns so that clocks and heat are shared fairly."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, samples in zip(calls, times, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            call()
+            start.record()
+            for _ in range(repeats):
+                call()
+            stop.record()
+            stop.synchronize()
+            samples.append(start.elapsed_time(stop) / repeats)
+    return [statistics.median(samples) for samples in times]
+
+
+def _key(update: Update, dy: Tensor, x: Tensor) -> str:
+    rows, columns = update.weight.shape
+    tokens = 1 << (len(x) - 1).bit_length()  # to the next power of two
+    types = [update.weight, *(update.state[storage.name] for storage in update.storage), x]
+    names = "-".join(str(tensor.dtype).removeprefix("torch.") for tensor in types)
+    return f"{rows}x{columns} {tokens} {update.tile} {names} {update.rounding}"
+
+
+def _file(device: torch.device) -> Path:
+    from lightning_memopt import __version__
+
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return root / "lightning_memopt" / __version__ / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
+
+
+@cache
+def _measured(device: torch.device) -> dict[str, Route]:
+    """Routes found by `tune`, in this process or an earlier one."""
+    try:
+        saved = json.loads(_file(device).read_text())
+        return {key: Config(**route) if isinstance(route, dict) else route for key, route in saved.items()}
+    except (OSError, ValueError, TypeError):
+        return {}  # no measurements yet, or a file that another version or a full disk left behind
+
+
+def _remember(device: torch.device, key: str, route: Route) -> None:
+    measured = _measured(device)
+    measured[key] = route
+    path = _file(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may write; each replaces the file whole.
+        temporary = path.with_suffix(f".{os.getpid()}")
+        saved = {k: asdict(r) if isinstance(r, Config) else r for k, r in measured.items()}
+        temporary.write_text(json.dumps(saved, indent=1))
+        temporary.replace(path)
+    except OSError:
+        pass  # a read-only home costs a measurement per process, no more

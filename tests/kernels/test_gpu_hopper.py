@@ -1,0 +1,113 @@
+"""The Hopper kernel against the reference in float64: every rule, format and shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import BF16, F32, INTERPRETED, RULES, check, make_update, twin
+
+from lightning_memopt.kernels import reference
+
+hopper = pytest.importorskip("lightning_memopt.kernels.fused_hopper", exc_type=ImportError)
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not INTERPRETED
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
+
+# Small rings, so that the tests' few tiles go around them.
+CONFIG = hopper.Config(stages=3, slots=2, lag=0, group=2)
+
+
+def factors(tokens, rows, columns, dtype=torch.float16):
+    dy = torch.randn(tokens, rows, device="cuda") / 4
+    return dy.to(dtype), torch.randn(tokens, columns, device="cuda").to(dtype)
+
+
+def step_both(update, dy, x, config=CONFIG) -> None:
+    assert hopper.supports(update, dy, x)
+    expected = twin(update)
+    assert reference.apply_gradient(expected, dy.double().t() @ x.double())
+    hopper.apply_factors(update, dy, x, config)
+    check(update, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+def test_every_rule_and_format(rule, dtype, moment_dtype) -> None:
+    torch.manual_seed(0)
+    # Three float32 moments of a float32 weight leave room for less.
+    config = CONFIG if dtype == BF16 else hopper.Config(stages=2, slots=2, lag=0, group=2)
+    step_both(make_update(rule, (136, 272), "cuda", dtype, moment_dtype), *factors(70, 136, 272), config)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("shape", [(1, 16), (8, 64), (128, 128), (130, 80), (300, 208), (2048, 2304)])
+@pytest.mark.parametrize("tokens", [1, 65, 640])
+def test_shapes(rule, shape, tokens) -> None:
+    torch.manual_seed(1)
+    rows = shape[0] + -shape[0] % 8  # what TMA wants of dY; other rows are left out below
+    dy, x = factors(tokens, rows, shape[1])
+    step_both(make_update(rule, shape, "cuda", BF16), dy[:, : shape[0]], x)
+
+
+@pytest.mark.parametrize("config", [(4, 4, 0, 1), (5, 2, 0, 2), (4, 3, 1, 8)])
+def test_configurations(config) -> None:
+    torch.manual_seed(2)
+    step_both(make_update("adamw", (1024, 2304), "cuda", BF16), *factors(200, 1024, 2304), hopper.Config(*config))
+
+
+@pytest.mark.parametrize("clip", [0.05, float("inf")])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_clipping_and_rounding(clip, rounding) -> None:
+    torch.manual_seed(3)
+    update = make_update("adam", (256, 256), "cuda", BF16, rounding=rounding, clip=clip)
+    step_both(update, *factors(64, 256, 256, BF16))
+
+
+def test_random_bits_are_the_reference_s() -> None:
+    """On a gradient that float32 holds exactly, weights agree to the bit but where approximate division shows."""
+    torch.manual_seed(4)
+    update = make_update("adamw", (256, 256), "cuda", BF16)
+    expected = twin(update, None)
+    dy, x = torch.randn(1, 256, device="cuda").to(BF16), torch.randn(1, 256, device="cuda").to(BF16)
+    assert reference.apply_gradient(expected, dy.float().t() @ x.float())
+    hopper.apply_factors(update, dy, x, CONFIG)
+    for ours, theirs in [(update.weight, expected.weight), (update.state["exp_avg_sq"], expected.state["exp_avg_sq"])]:
+        assert (ours != theirs).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+def test_non_finite_elements_are_left_out(rule) -> None:
+    torch.manual_seed(5)
+    update = make_update(rule, (256, 256), "cuda", BF16)
+    before = twin(update, None)
+    dy, x = factors(9, 256, 256)
+    dy[3, 7] = float("nan")
+    dy[4, 200] = float("inf")
+    hopper.apply_factors(update, dy, x, CONFIG)
+    assert update.nonfinite.item() == 1
+    changed = (update.weight != before.weight).any(1)
+    assert not changed[[7, 200]].any() and changed.sum() == 254
+    for storage in update.storage:
+        old, new = (storage.load(u.state, F32)[[7, 200]] for u in (before, update))
+        assert torch.isfinite(new).all()
+        if rule == "adamw":
+            assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+def test_two_runs_agree_bitwise(rule) -> None:
+    torch.manual_seed(6)
+    first = make_update(rule, (1024, 2304), "cuda", BF16)
+    second, pair = twin(first, None), factors(333, 1024, 2304)
+    hopper.apply_factors(first, *pair, CONFIG)
+    hopper.apply_factors(second, *pair, hopper.Config(stages=4, slots=3, lag=1, group=8))
+    assert torch.equal(first.weight, second.weight)
+    assert all(torch.equal(first.state[key], second.state[key]) for key in first.state)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, columns = 2**19 + 8, 4096
+    update = make_update("sgd", (1, 1), "cuda", BF16, rounding="nearest")
+    update.weight = torch.zeros(rows, columns, dtype=BF16, device="cuda")
+    ones = torch.ones(1, rows, dtype=BF16, device="cuda"), torch.ones(1, columns, dtype=BF16, device="cuda")
+    hopper.apply_factors(update, *ones, CONFIG)
+    assert (update.weight == torch.tensor(-0.01, dtype=BF16, device="cuda")).all()
