@@ -14,7 +14,7 @@ class AdamW8bit(Optimizer):
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) whose moments are 8-bit codes with a scale per block.
 
     State of a matrix: ``exp_avg`` and ``exp_avg_sq``, uint8 of the weight's shape; ``exp_avg_scale`` and
-    ``exp_avg_sq_scale``, float32, one per 128 weights of a row (`lightning_memopt.rules.storage_8bit`): 2.06 bytes per
+    ``exp_avg_sq_scale``, bf16, one per 64 weights of a row (`lightning_memopt.rules.storage_8bit`): 2.06 bytes per
     weight. Vectors, and tensors of fewer than 4096 elements or with rows shorter than 16, keep float32 moments.
 
     bf16 weights and the codes of ``exp_avg_sq`` are rounded stochastically; the random bits depend on `seed`, the step
