@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import NAdam
 
@@ -15,15 +16,16 @@ def _mu(group: Group, t: float) -> float:
     return float(group["betas"][0]) * (1 - 0.5 * 0.96 ** (t * group["momentum_decay"]))
 
 
-# Products of the momentum schedule over the first steps, by beta1 and decay; each list grows as weights age.
-_PRODUCTS: dict[tuple[float, float], list[float]] = {}
+# Products of the momentum schedule over the first steps, by beta1 and decay; each list grows as weights age. In
+# float32, as torch's running product is.
+_PRODUCTS: dict[tuple[float, float], list[Tensor]] = {}
 
 
-def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
-    products = _PRODUCTS.setdefault((beta1, momentum_decay), [1.0])
+def _mu_product(group: Group, steps: int) -> Tensor:
+    key = (float(group["betas"][0]), float(group["momentum_decay"]))
+    products = _PRODUCTS.setdefault(key, [torch.ones((), dtype=torch.float32)])
     while len(products) <= steps and products[-1] > 0:
-        mu = _mu({"betas": (beta1,), "momentum_decay": momentum_decay}, len(products))
-        products.append(products[-1] * mu)
+        products.append(products[-1] * _mu(group, len(products)))
     return products[min(steps, len(products) - 1)]
 
 
@@ -70,8 +72,7 @@ class NAdamRule(Rule):
 
     def aged(self, group: Group, state: State, age: int) -> Mapping[str, Any]:
         """The momentum schedule, too, starts anew with a weight."""
-        product = _mu_product(float(group["betas"][0]), float(group["momentum_decay"]), age - 1)
-        return {"step": age - 1, "mu_product": product}
+        return {"step": age - 1, "mu_product": _mu_product(group, age - 1)}
 
     def advance(self, group: Group, state: State) -> None:
         """Count the step and extend the momentum product."""

@@ -23,6 +23,10 @@ class Oracle(pl.Callback):
         clip: Value of norm clipping.
         accumulate: Batches per step.
         by_age: Whether bias correction of sparse weights goes by age.
+
+    Attributes:
+        worst: Largest difference of a sparse weight so far, and of any other parameter in `worst_dense`.
+        events: Changes of any mask.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Oracle(pl.Callback):
         self.net: nn.Module | None = None
         self.moments: dict[str, list[Tensor]] = {}
         self.steps = 0
-        self.worst = 0.0
+        self.worst = self.worst_dense = 0.0
         self.events = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -103,7 +107,11 @@ class Oracle(pl.Callback):
             return
         masks = self.smet.masks
         for name, param in self.net.named_parameters():
-            mine, full = dict(pl_module.net.named_parameters())[name].double(), param
+            mine, full = dict(pl_module.net.named_parameters())[name].detach().double(), param.detach()
             if "net." + name in masks:  # a topology update that came before this hook
                 full = full * (masks["net." + name] & self.masks["net." + name])
-            self.worst = max(self.worst, float((mine - full).abs().max()))
+            error = float((mine - full).abs().max())
+            if "net." + name in masks:
+                self.worst = max(self.worst, error)
+            else:
+                self.worst_dense = max(self.worst_dense, error)

@@ -1,0 +1,492 @@
+"""SMET through real runs: what it computes, keeps, refuses and reports."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import OPTIMIZERS, Module, Net, fit, next_token_loss, square_loss, tokens, vectors
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sparse_oracle import Oracle
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import lightning_memopt as memopt
+from lightning_memopt.sparsity import state as states
+
+NEAREST = partial(memopt.ForgeStrategy, rounding="nearest")
+SPARSE = ("net.up.weight", "net.down.weight")
+
+
+def smet(**options: Any) -> memopt.SMET:
+    """Frequent updates, to the end."""
+    return memopt.SMET(**({"density": 0.5, "update_every": 10, "warmup_steps": 4, "stop_at": None} | options))
+
+
+def train(callback: Any, module: Any = None, steps: int = 60, **options: Any) -> Any:
+    callbacks = [*options.pop("callbacks", []), callback]
+    strategy = options.pop("strategy", None) or NEAREST()
+    return fit(module or Module(), strategy, options.pop("data", None) or tokens(60), max_steps=steps,
+               callbacks=callbacks, **options)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- what is computed
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"growth": "gradient"}, {"lr_scaling": "none", "warmup_steps": 0}, {"lr_scaling": "linear", "density": 0.25},
+     {"bias_correction": "step"}, {"seed": 7, "prune_schedule": "constant", "prune_fraction": 0.5}],
+    ids=["default", "gradient", "plain", "linear", "step", "half"],
+)  # fmt: skip
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_equals_dense_masked_adam_with_ages(options: dict[str, Any], precision: str) -> None:
+    """60 steps with topology updates every 10, against formulas in float64."""
+    callback = smet(**options)
+    density = options.get("density", 0.5)
+    power = {"none": 0, "sqrt": 0.5, "linear": 1}[options.get("lr_scaling", "sqrt")]
+    by_age = options.get("bias_correction") != "step"
+    oracle = Oracle(callback, next_token_loss, density**-power, options.get("warmup_steps", 4), by_age=by_age)
+    train(callback, Module(optimizer=partial(AdamW, lr=1e-3)), callbacks=[oracle], precision=precision)
+    assert oracle.events >= 2 * 4  # the last update of a cosine may exchange nothing
+    assert oracle.worst <= (1e-6 if precision == "32-true" else 1e-14)
+    # Dense parameters near 1 show the float32 forward pass: a plain run in float32 is as far from one in float64.
+    assert oracle.worst_dense <= (3e-6 if precision == "32-true" else 1e-14)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_and_accumulation(clip: float | None, accumulate: int) -> None:
+    """The norm is that of active gradients; ages count steps, not micro-batches."""
+    callback = smet(update_every=5)
+    oracle = Oracle(callback, next_token_loss, 2**0.5, 4, clip=clip, accumulate=accumulate)
+    train(callback, callbacks=[oracle], steps=18, precision="64-true", gradient_clip_val=clip,
+          accumulate_grad_batches=accumulate)  # fmt: skip
+    assert oracle.events == 2 * 3 and max(oracle.worst, oracle.worst_dense) <= 1e-14
+    assert int(callback.ages[SPARSE[0]].max()) == 18
+
+
+def test_schedule_and_groups() -> None:
+    """A learning-rate schedule and two groups; the sparse layers' rate follows their group's."""
+    callback = smet(update_every=5)
+    oracle = Oracle(callback, next_token_loss, 2**0.5, 4)
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    train(callback, Module(schedule=schedule), callbacks=[oracle], steps=20, precision="64-true")
+    assert max(oracle.worst, oracle.worst_dense) <= 1e-14
+
+
+class Masked(pl.Callback):
+    """Fails where a weight off the mask is not zero, or one that was just grown has moved."""
+
+    def __init__(self, callback: memopt.SMET) -> None:
+        self.callback, self.checks = callback, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        params = dict(pl_module.named_parameters())
+        for name, mask in self.callback.masks.items():
+            assert not params[name][~mask].any()
+            assert int(mask.sum()) == round(0.5 * mask.numel())
+            self.checks += 1
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "adamw8bit", "gefen"])
+def test_every_rule_moves_active_weights_only(name: str, growth: str) -> None:
+    """Finite, masked, of constant density, and training."""
+    made = {"adamw8bit": partial(memopt.AdamW8bit, lr=1e-3), "gefen": partial(memopt.Gefen, lr=1e-3)}
+    callback = smet(update_every=4, growth=growth)
+    masked = Masked(callback)
+    module = Module(wide_net, (OPTIMIZERS | made)[name], square_loss)
+    start = {n: p.detach().clone() for n, p in module.named_parameters()}
+    run = train(callback, module, steps=14, data=vectors(64), callbacks=[masked])
+    assert masked.checks == 14 * len(callback.masks) == 14
+    for key, mask in callback.masks.items():
+        weight = run.weights[key]
+        assert weight.isfinite().all() and (weight[mask] != start[key][mask]).float().mean() > 0.8
+
+
+def wide_net() -> nn.Module:
+    """One layer large enough for 8-bit codes, and a head."""
+    return nn.Sequential(nn.Linear(64, 192), nn.Tanh(), nn.Linear(192, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd_maximize"])
+def test_without_updates_equals_a_masked_plain_run(name: str) -> None:
+    """A mask that never changes: plain torch with masked weights and gradients, for every rule."""
+    callback = smet(prune_fraction=0.0, warmup_steps=0, lr_scaling="none")
+    fused = train(callback, Module(optimizer=OPTIMIZERS[name]), steps=12, precision="64-true")
+
+    class Plain(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.on_before_optimizer_step(trainer, pl_module)
+
+        @torch.no_grad()
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            params = dict(pl_module.named_parameters())
+            for key, mask in callback.masks.items():
+                params[key][~mask] = 0
+                if params[key].grad is not None:
+                    params[key].grad[~mask] = 0
+
+    plain = fit(Module(optimizer=OPTIMIZERS[name]), "auto", tokens(60), max_steps=12, callbacks=[Plain()],
+                precision="64-true")  # fmt: skip
+    for key, weight in fused.weights.items():
+        mask = callback.masks.get(key, torch.ones_like(weight, dtype=torch.bool))
+        assert (weight - plain.weights[key])[mask].abs().max() <= 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- the cold start
+def first_update(bias_correction: str, warmup: int = 0) -> float:
+    """Size of the first update of regrown weights, late in training, in units of the layer's learning rate."""
+    sizes: list[float] = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.optimizers[0].state[pl_module.net[0].weight]["step"].fill_(20000)
+
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            self.born = callback.ages["net.0.weight"] == 1 if trainer.global_step == 5 else None
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            if self.born is not None:
+                sizes.extend(pl_module.net[0].weight[self.born].abs().tolist())
+
+    options = {"warmup_steps": warmup, "bias_correction": bias_correction, "lr_scaling": "none"}
+    callback = smet(update_every=5, prune_schedule="constant", **options)
+    optimizer = partial(AdamW, lr=1e-5, weight_decay=0.0, eps=1e-30)
+    module = Module(lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1)), optimizer, square_loss)
+    train(callback, module, steps=6, data=vectors(), callbacks=[Watch()])
+    assert sizes
+    return max(sizes) / 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:SMET. warmup_steps")
+def test_cold_start() -> None:
+    """With the parameter's step the first update is 3.16 times the learning rate; by age it is one, then damped."""
+    assert first_update("step") == pytest.approx(0.1 / math.sqrt(0.001), rel=1e-3)
+    assert first_update("age") == pytest.approx(1.0, rel=1e-3)
+    assert first_update("age", warmup=8) == pytest.approx(1 / 8, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- topology
+class Topologies(pl.Callback):
+    """Masks after every step, and the weights whose magnitude decided."""
+
+    def __init__(self, callback: memopt.SMET) -> None:
+        self.callback = callback
+        self.masks: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.masks.append(self.callback.masks)
+
+
+def masks_of(**options: Any) -> list[dict[str, Tensor]]:
+    callback = smet(**options)
+    seen = Topologies(callback)
+    fit(Module(), NEAREST(), tokens(60), max_steps=42, callbacks=[callback, seen])
+    return seen.masks
+
+
+@pytest.mark.parametrize("options", [{}, {"growth": "gradient"}, {"block_size": 2, "include": ["up"]}])
+def test_same_seed_same_masks(options: dict[str, Any]) -> None:
+    """And another seed, others."""
+    first, again, other = (masks_of(**options, seed=seed) for seed in (1, 1, 2))
+    for a, b in zip(first, again, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(first[-1][name], other[-1][name]) for name in first[-1])
+
+
+def test_when_the_topology_changes() -> None:
+    """After steps 10, 20, 30 of 42 if stop_at lies at 33.6."""
+    masks = masks_of(stop_at=0.8, prune_schedule="linear")
+    changed = [i + 1 for i in range(1, 42) if not torch.equal(masks[i][SPARSE[0]], masks[i - 1][SPARSE[0]])]
+    assert changed == [10, 20, 30]
+
+
+def test_block_masks_hold_whole_runs() -> None:
+    """Runs of two weights of a row."""
+    for masks in masks_of(block_size=2, include=["up"]):
+        runs = masks["net.up.weight"].view(17, 4, 2)
+        assert torch.equal(runs[..., 0], runs[..., 1])
+
+
+def test_full_layers_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to grow at density 1, little at 0.97."""
+    said: list[str] = []
+    monkeypatch.setattr("lightning_memopt.sparsity.layer.rank_zero_info", said.append)
+    callback = smet(density={"up": 1.0, "down": 0.97}, update_every=4)
+    run = train(callback, steps=10)
+    assert any("net.up.weight: only 0 of 136" in line for line in said)
+    assert any("net.down.weight: only 4 of 136" in line for line in said)
+    assert callback.masks["net.up.weight"].all() and int(callback.masks["net.down.weight"].sum()) == 132
+    assert run.weights["net.up.weight"].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("at", [9, 10, 11, 19, 20])
+@pytest.mark.parametrize("options", [{}, {"growth": "gradient"}], ids=["random", "gradient"])
+def test_resume_is_bitwise(at: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Around the first and last step of a topology period, bf16 weights with stochastic rounding."""
+    make = partial(Module, optimizer=partial(AdamW, lr=3e-3))
+
+    def run(steps: int, ckpt: Any = None, callbacks: list[Any] | None = None) -> tuple[Any, memopt.SMET]:
+        callback = smet(**options)
+        ran = fit(make(), "forge", Replay(60), ckpt, max_steps=steps, max_epochs=1, precision="bf16-true",
+                  callbacks=[callback, *(callbacks or [])], enable_checkpointing=bool(callbacks),
+                  default_root_dir=tmp_path)  # fmt: skip
+        return ran, callback
+
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=at, save_top_k=-1)
+    whole, first = run(40, callbacks=[save])
+    resumed, second = run(40, tmp_path / f"step={at}.ckpt")
+    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
+    for mine, other in ((first.masks, second.masks), (first.ages, second.ages)):
+        assert all(torch.equal(mine[name], other[name]) for name in SPARSE)
+    for one, two in zip(whole.module.parameters(), resumed.module.parameters(), strict=True):
+        a, b = whole.optimizer.state[one], resumed.optimizer.state[two]
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key], key
+
+
+class Replay:
+    """Batches by number, going on after those a checkpoint has seen."""
+
+    def __init__(self, count: int) -> None:
+        self.batches, self.first = list(tokens(count)), 0
+
+    def __iter__(self) -> Any:
+        for number in range(self.first, len(self.batches)):
+            self.first = number + 1
+            yield self.batches[number]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+def saved(tmp_path: Path, callbacks: list[Any], **options: Any) -> Path:
+    run = fit(Module(), "forge", max_steps=12, callbacks=callbacks, **options)
+    run.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    return tmp_path / "run.ckpt"
+
+
+def test_checkpoint_without_the_callback_is_refused(tmp_path: Path) -> None:
+    """Its states fit no dense weight."""
+    path = saved(tmp_path, [smet()])
+    with pytest.raises(memopt.UnsupportedError, match=r"Add the callback lightning_memopt\.SMET"):
+        fit(Module(), "forge", ckpt_path=path)
+
+
+def test_dense_checkpoint_becomes_sparse(tmp_path: Path) -> None:
+    """The moments of a dense run are taken over where weights stay active."""
+    path = saved(tmp_path, [])
+    dense = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    callback = smet(update_every=1000)
+
+    class First(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            state = trainer.optimizers[0].state[pl_module.net.up.weight]
+            mask = callback.masks["net.up.weight"]
+            number = [name for name, _ in pl_module.named_parameters()].index("net.up.weight")
+            assert torch.equal(state["exp_avg"][0], dense[number]["exp_avg"][mask])
+            assert (callback.ages["net.up.weight"][mask] == 12).all()
+
+    train(callback, steps=14, ckpt_path=path, callbacks=[First()])
+
+
+def test_other_density_or_block_on_resume_is_refused(tmp_path: Path) -> None:
+    """Neither can change in the middle of a run."""
+    path = saved(tmp_path, [smet()])
+    with pytest.raises(memopt.UnsupportedError, match="Resume with the density"):
+        fit(Module(), "forge", ckpt_path=path, callbacks=[smet(density=0.25)])
+    with pytest.raises(memopt.UnsupportedError, match="block_size=1"):
+        fit(Module(), "forge", ckpt_path=path, callbacks=[smet(block_size=2, include=["up"])])
+
+
+def test_fit_again_goes_on_with_the_same_masks() -> None:
+    """A second fit of the same module and callback keeps the topology."""
+    module, callback = Module(), smet(update_every=5)
+    train(callback, module, steps=7)
+    before = callback.masks
+    train(callback, module, steps=2)
+    assert all(torch.equal(before[name], mask) for name, mask in callback.masks.items())
+
+
+def test_testing_sees_the_sparse_weights() -> None:
+    """Evaluation after training changes nothing."""
+
+    class Tested(Module):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            for name, mask in callback.masks.items():
+                assert not dict(self.named_parameters())[name][~mask].any()
+
+    callback = smet()
+    run = train(callback, Tested(), steps=12)
+    run.trainer.test(run.module, tokens(2), verbose=False)
+
+
+# ------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("density", [0.5, 0.25])
+def test_bytes(density: float) -> None:
+    """What lies in the state, against the limits, and against AdamW's bf16 moments of a dense weight."""
+    callback = memopt.SMET(density, update_every=2, warmup_steps=1, include=["0"])
+    module = Module(lambda: nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 1)), loss=square_loss)
+    run = train(callback, module, steps=8, data=vectors(256), precision="bf16-true")
+    weights, memory = 256 * 512, callback.memory()
+    assert memory["mask"] + memory["index"] <= 0.25 * weights
+    assert memory["ages"] == round(density * weights)
+    assert memory["moments"] == 4 * round(density * weights)
+    assert sum(memory.values()) < {0.5: 0.8, 0.25: 0.6}[density] * 6 * weights
+    state = run.optimizer.state[run.module.net[0].weight]
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    assert sum(t.nbytes for t in tensors) == sum(memory.values()) - memory["weight"]
+    assert set(states.ENTRIES) <= state.keys()
+
+
+def test_nothing_of_the_weights_size_is_made() -> None:
+    """Not at set-up, not in a step: the largest tensor made on the way is a slab or a chunk of the layer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rows, columns = 4096, 512
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for out in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in known:
+                    sizes.append(out.untyped_storage().nbytes())
+            return result
+
+    weight = nn.Linear(columns, rows, bias=False)
+    module = Module(lambda: nn.Sequential(weight, nn.Linear(rows, 1)), loss=square_loss)
+    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    class Measure(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.mode = Sizes()
+            self.mode.__enter__()
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.mode.__exit__(None, None, None)
+
+    callback = memopt.SMET(0.1, update_every=1000)
+    train(callback, module, steps=1, data=vectors(columns), callbacks=[Measure()])
+    assert sizes and max(sizes) < weight.weight.nbytes / 2
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+def test_other_strategies_are_refused() -> None:
+    """With the reason and the way out."""
+    with pytest.raises(memopt.UnsupportedError, match="Use strategy='forge'"):
+        fit(Module(), "auto", callbacks=[smet()])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"density": 0.0}, "outside"), ({"density": 1.5}, "outside"), ({"growth": "luck"}, "growth='luck'"),
+     ({"include": ["nothing"]}, "linear layers are: net.up, net.down, net.head"),
+     ({"include": ["head"]}, "Untie"), ({"block_size": 3, "include": ["up"]}, "does not divide"),
+     ({"update_every": 0}, "at least 1")],
+)  # fmt: skip
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    """Before anything is trained."""
+    with pytest.raises(memopt.UnsupportedError, match=words):
+        train(smet(**options), steps=1)
+
+
+def test_two_are_refused() -> None:
+    """One callback owns the masks of a run."""
+    with pytest.raises(memopt.UnsupportedError, match="only one per run"):
+        train(smet(), callbacks=[SecondSMET(0.5)], steps=1)
+
+
+class SecondSMET(memopt.SMET):
+    """A key of its own, which Lightning asks for."""
+
+    @property
+    def state_key(self) -> str:
+        return "second"
+
+
+def test_endless_training_needs_no_end() -> None:
+    """Without an end, nothing may depend on it."""
+    with pytest.raises(memopt.UnsupportedError, match="training has no end"):
+        fit(Module(), "forge", max_steps=-1, max_epochs=-1, callbacks=[smet()])
+
+
+def test_long_warm_up_is_warned_about() -> None:
+    """Weights would be pruned before they have moved."""
+    with pytest.warns(UserWarning, match="likely to be pruned again"):
+        memopt.SMET(update_every=10, warmup_steps=10)
+
+
+# ------------------------------------------------------------------------------------------------- what is reported
+def test_progress_is_logged(tmp_path: Path) -> None:
+    """Density, exchanged weights and the loss around each update, whatever log_every_n_steps is."""
+    logger = pl.loggers.CSVLogger(tmp_path, name="", version="")
+    train(smet(update_every=5, prune_fraction=0.25), steps=23, logger=logger, log_every_n_steps=1000)
+    from lightning_memopt.callbacks.metrics_csv import curve, read_rows
+
+    rows = read_rows(logger)
+    assert [step for step, _ in curve(rows, "smet/pruned")] == [5, 10, 15, 20]
+    assert {value for _, value in curve(rows, "smet/density")} == {0.5}
+    assert curve(rows, "smet/pruned") == curve(rows, "smet/regrown") and rows[0]["smet/pruned"] > 20
+    assert [step for step, _ in curve(rows, "smet/loss_jump")] == [10, 15, 20]
+
+
+def test_non_finite_gradient_changes_nothing() -> None:
+    """Neither weights nor ages, where updates are skipped."""
+
+    def loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
+        value = next_token_loss(net, batch)
+        loss.calls += 1
+        return value * float("nan") if loss.calls == 3 else value
+
+    loss.calls = 0
+    callback = smet()
+    run = train(callback, Module(loss=loss), steps=4, strategy=memopt.ForgeStrategy(nonfinite="skip"))
+    assert int(callback.ages[SPARSE[0]].max()) == 3
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+
+
+def test_manual_optimization() -> None:
+    """Fused steps of a module that optimizes by hand."""
+
+    class Manual(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            with memopt.fused_step(optimizer):
+                self.manual_backward(self.loss(self.net, batch))
+            optimizer.step()
+
+    hand, auto = smet(update_every=5), smet(update_every=5)
+    first, second = Manual(), Module()
+    a = train(hand, first, steps=17)
+    b = train(auto, second, steps=17)
+    assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
+
+
+def test_plain_sgd_needs_no_moments() -> None:
+    """A rule without state still has mask and ages."""
+    callback = smet(update_every=3)
+    train(callback, Module(optimizer=partial(SGD, lr=0.01)), steps=8)
+    assert callback.memory()["moments"] == 0 and int(callback.ages[SPARSE[0]].max()) == 8
+
+
+def test_default_layers() -> None:
+    """All linear layers but the head, which here shares the embedding's matrix or is the last one."""
+    assert train(c := smet(), Module(partial(Net, tied=True)), steps=1) and set(c.masks) == set(SPARSE)
+    assert train(c := smet(), Module(partial(Net, tied=False)), steps=1) and set(c.masks) == set(SPARSE)
