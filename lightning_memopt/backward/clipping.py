@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.backward.slot import Slot
-from lightning_memopt.kernels.norms import squared_norm, squared_norm_active
+from lightning_memopt.kernels.norms import squared_norm, squared_norm_active, squared_norm_lookup
 from lightning_memopt.kernels.reference import compute_dtype
 
 
@@ -62,13 +62,17 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
     squares = []
     for slot in slots:
         slot.hold_gradient()
+        dtype, lookup = compute_dtype(slot.param), slot.only_lookup()
+        if lookup is not None:
+            squares.append(squared_norm_lookup(*lookup, dtype).to(device) * slot.mean**2)
+            continue
+        slot.fold_lookups()
         stored = slot.buffer
         if stored is None:
             stored = slot.grad
         elif slot.grad is not None:
             stored = stored.add_(slot.grad)
             slot.grad = None
-        dtype = compute_dtype(slot.param)
         if slot.sparse is None:
             square = squared_norm(slot.factors, stored, dtype)
         else:

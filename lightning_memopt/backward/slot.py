@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, slabs
 from lightning_memopt.rules import Rule
@@ -22,18 +23,21 @@ if TYPE_CHECKING:
     from lightning_memopt.backward.updater import Updater
     from lightning_memopt.sparsity.layer import SparseLayer
 
+Lookup = tuple[Tensor, Tensor, int]  # dY [tokens, dim], indices [tokens], padding index or -1
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """What the updater knows of a parameter.
 
-    The parts of its gradient are summed exactly, whichever are present: factors of `FusedLinear` uses, a `buffer` that
-    older factors were folded into, and autograd's own ``param.grad``.
+    The parts of its gradient are summed exactly, whichever are present: factors of `FusedLinear` uses, look-ups of
+    `FusedEmbedding` uses, a `buffer` that older ones were folded into, and autograd's own ``param.grad``.
 
     Attributes:
         tile: Name of the rule's tile function for the group's options.
         uses: Forward calls of its layers in this step.
         factors: (dY, x) of uses whose backward has run; x by reference.
+        lookups: (dY, indices, padding index or -1) of look-ups whose backward has run.
         buffer: float32 (float64) sum of folded factors, shape of the weight.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
@@ -55,6 +59,7 @@ class Slot:
     uses: int = 0
     factors: list[Factors] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
     buffer: Tensor | None = None
     grad: Tensor | None = None
     ready: bool = False
@@ -92,7 +97,7 @@ class Slot:
     def pending(self) -> bool:
         """Whether any part of a gradient waits."""
         parts = (self.buffer, self.grad, self.param.grad)
-        return bool(self.factors) or any(part is not None for part in parts)
+        return bool(self.factors or self.lookups) or any(part is not None for part in parts)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A slot belongs to a run: a pickled parameter leaves it behind."""
@@ -120,6 +125,32 @@ class Slot:
         self.versions.append(x._version)
         return True
 
+    def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
+        """Queue the gradient dY [*indices.shape, dim] of one look-up, if this pass may hand it over."""
+        if not self.updater.takes(self):
+            return False
+        # A copy: indices are small, and often a view of a batch that someone refills.
+        self.lookups.append((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).clone(), padding_idx))
+        return True
+
+    def only_lookup(self) -> Lookup | None:
+        """All look-ups as one, if they are the whole gradient; they stay queued."""
+        whole = not self.factors and self.sparse is None and all(p is None for p in (self.buffer, self.grad))
+        if not whole or len({padding for *_, padding in self.lookups}) != 1:
+            return None
+        dy, indices, padding = self.lookups[0]
+        if len(self.lookups) > 1:
+            dy, indices = (torch.cat(parts) for parts in list(zip(*self.lookups, strict=True))[:2])
+        return dy, indices, padding
+
+    def fold_lookups(self) -> None:
+        """Add queued look-ups to the buffer: they are a part of a gradient that is formed anyway."""
+        for dy, indices, padding in self.lookups:
+            rows, dtype = len(self.weight), compute_dtype(self.param)
+            part = embedding_gradient(indices, dy, rows, dtype, None if padding < 0 else padding)
+            self.buffer = part if self.buffer is None else self.buffer.add_(part)
+        self.lookups = []
+
     def hold_gradient(self) -> None:
         """Move autograd's gradient out of sight of hooks and of the optimizer's own step, until the update."""
         if self.param.grad is not None:
@@ -134,6 +165,7 @@ class Slot:
         """
         self.hold_gradient()
         self._check_inputs()
+        self.fold_lookups()
         factors, stored = self.factors, self.buffer
         if stored is None:
             stored = self.grad
@@ -150,10 +182,11 @@ class Slot:
         Returns:
             Whether this was the first fold of the step.
         """
-        if not self.factors:
+        if not self.factors and not self.lookups:
             return False
         weight, dtype = self.weight, compute_dtype(self.param)
         held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
+        held += sum(dy.numel() * dy.element_size() for dy, *_ in self.lookups)
         limit = weight.numel() * dtype.itemsize
         if held <= limit and self.buffer is None and not always:
             return False
@@ -162,14 +195,15 @@ class Slot:
         if self.buffer is None:
             self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         rows = max(1, SLAB_ELEMENTS // max(1, weight.shape[1]))
-        for start, stop, slab in slabs(self.factors, None, dtype, rows):
+        for start, stop, slab in slabs(self.factors, None, dtype, rows) if self.factors else ():
             self.buffer[start:stop] += slab
         self.factors, self.versions = [], []
+        self.fold_lookups()
         return first
 
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
-        self.factors, self.versions, self.buffer, self.grad = [], [], None, None
+        self.factors, self.versions, self.lookups, self.buffer, self.grad = [], [], [], None, None
 
     def clear(self) -> None:
         """Forget the step."""

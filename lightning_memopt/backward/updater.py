@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
+from lightning_memopt.backward import embedding
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
 from lightning_memopt.backward.linear import SLOT, install, remove
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
@@ -38,7 +39,7 @@ from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError, UpdateError
-from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_factors, apply_gradient
+from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_embedding, apply_factors, apply_gradient
 from lightning_memopt.kernels.active import Ages
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.rules.storage import Dense, Storage
@@ -104,7 +105,7 @@ class Updater:
         self._names = {param: name for name, param in module.named_parameters()}
         for optimizer in optimizers:
             self._adopt(optimizer)
-        self._modules = install(module)
+        self._modules = install(module) + embedding.install(module)
 
     def detach(self) -> None:
         """Undo `attach`; weights and optimizer states stay."""
@@ -350,7 +351,7 @@ class Updater:
             return
         if torch._C._current_graph_task_id() != self._task:
             self._reentrant = True
-            if slot.uses == len(slot.factors) == 1 and slot.param.grad is None:
+            if slot.uses == len(slot.factors) + len(slot.lookups) == 1 and slot.param.grad is None:
                 self._update(slot)
         elif not self._reentrant:
             self._update(slot)
@@ -414,6 +415,14 @@ class Updater:
 
     @torch.no_grad()
     def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
+        slot.hold_gradient()
+        lookup = slot.only_lookup()
+        if lookup is not None:
+            slot.drop()
+            dy, indices, padding = lookup
+            update = self._begin(slot, coefficient)
+            self._settle(slot, apply_embedding(update, indices, dy, self.kernel, None if padding < 0 else padding))
+            return
         factors, grad = slot.collect()
         if not factors and grad is None:
             return

@@ -18,6 +18,9 @@ from torch import Tensor
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, pieces, slabs
 from lightning_memopt.sparsity.bits import unpack
 
+# Tokens of a look-up whose products with all others are formed at a time.
+LOOKUP_ROWS = 1024
+
 
 def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype) -> Tensor:
     """‖grad + Σ dYᵀ x‖² as a 0-dimensional tensor of `dtype` on the factors' device, without waiting for it."""
@@ -43,4 +46,23 @@ def squared_norm_active(factors: Sequence[Factors], grad: Tensor | None, dtype: 
     for start, stop, slab in pieces(factors, grad, dtype, max(1, SLAB_ELEMENTS // columns)):
         active = slab.reshape(-1)[unpack(bits, start * columns, stop * columns)]
         total += torch.dot(active, active)
+    return total
+
+
+def squared_norm_lookup(dy: Tensor, indices: Tensor, padding_idx: int, dtype: torch.dtype) -> Tensor:
+    """‖dW‖² of a table that was only looked up: rows without tokens are zero, so only tokens are summed by row.
+
+    Args:
+        dy: [tokens, dim].
+        indices: [tokens].
+        padding_idx: Row without a gradient, or -1.
+        dtype: Precision of sums and result.
+    """
+    # ‖Σ_r sum of row r's tokens‖² is the Gram matrix of the tokens summed where they share a row; unlike adding rows up,
+    # this has one order of summation on a GPU.
+    dy = dy.to(dtype).masked_fill((indices == padding_idx)[:, None], 0)
+    total = torch.zeros((), dtype=dtype, device=dy.device)
+    for start in range(0, len(dy), LOOKUP_ROWS):
+        rows = slice(start, start + LOOKUP_ROWS)
+        total += ((dy[rows] @ dy.t()) * (indices[rows, None] == indices)).sum()
     return total

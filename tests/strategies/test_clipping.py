@@ -15,7 +15,7 @@ from torch.optim import AdamW
 import lightning_memopt as memopt
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
-from lightning_memopt.kernels.norms import squared_norm
+from lightning_memopt.kernels.norms import squared_norm, squared_norm_lookup
 
 ALWAYS, NEVER = 0.05, 100.0
 SHORT_WINDOW = {"accumulate_grad_batches": 3, "max_epochs": 9}  # 25 batches: the last window of an epoch holds one
@@ -289,3 +289,51 @@ def test_squared_norm(tokens: int, out: int, inputs: int, parts: int) -> None:
     for grad, whole in ((None, gradient), (stored, gradient + stored)):
         result = squared_norm(factors, grad, torch.float64)
         torch.testing.assert_close(result, whole.square().sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_squared_norm_of_a_look_up(padding: int) -> None:
+    """Tokens that share a row add up before they are squared; the padding row counts nothing."""
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(20, 3, dtype=torch.float64, generator=generator)
+    indices = torch.randint(0, 6, (20,), generator=generator)
+    gradient = torch.zeros(6, 3, dtype=torch.float64).index_add_(0, indices, dy)
+    if padding >= 0:
+        gradient[padding] = 0
+    result = squared_norm_lookup(dy, indices, padding, torch.float64)
+    torch.testing.assert_close(result, gradient.square().sum(), rtol=1e-12, atol=0)
+    assert squared_norm_lookup(dy[:0], indices[:0], padding, torch.float64) == 0
+
+
+class Tables(nn.Module):
+    """Embeddings: looked up twice, with a padding row, tied to the head, and with options that fall back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Embedding(11, 8)
+        self.padded = nn.Embedding(11, 8, padding_idx=3)
+        self.by_frequency = nn.Embedding(11, 8, scale_grad_by_freq=True)
+        self.tied = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tied.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.twice(ids) + self.twice(ids.flip(0)) + self.padded(ids) + self.by_frequency(ids) + self.tied(ids)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("options", [{}, SHORT_WINDOW, {"gradient_clip_val": ALWAYS}], ids=str)
+def test_embeddings(options: dict[str, Any]) -> None:
+    """A table's gradient is never formed, and its rows move as under a dense optimizer, decay included."""
+    formed: list[tuple[int, ...]] = []
+    make = partial(Module, net=Tables)
+    assert_equal_runs(make, 1e-12, precision="64-true", **options)
+    assert_equal_runs(make, 1e-6, **options)
+
+    class Watch(pl.Callback):
+        def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            table = module.net.twice.weight
+            formed.extend([tuple(table.shape)] if table.grad is not None else [])
+
+    fit(make(), callbacks=[Watch()], **options)
+    assert not formed
