@@ -72,8 +72,8 @@ def test_kernels(kernel: str) -> None:
 class Oracle:
     """An optimizer class whose step is torch's in float32, on weights and moments that are stored in bf16.
 
-    Weight gradients of linear layers come unrounded from `ExactLinear`, also those of earlier micro-batches; all
-    others are autograd's, in bf16.
+    Weight gradients of linear layers and tables come unrounded from `ExactLinear` and `ExactEmbedding`, also those of
+    earlier micro-batches; all others are autograd's, in bf16.
     """
 
     @classmethod
@@ -109,6 +109,11 @@ class Oracle:
         return partial(oracle, **make.keywords)
 
 
+def leave_exact(weight: Any, gradient: Tensor) -> None:
+    """Add a part to the float32 gradient that the oracle's step will find."""
+    weight.exact = gradient if getattr(weight, "exact", None) is None else weight.exact + gradient
+
+
 class ExactLinear(torch.autograd.Function):
     """A bf16 linear layer that leaves its float32 weight gradient in ``weight.exact``."""
 
@@ -123,8 +128,23 @@ class ExactLinear(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         rows = dy.flatten(0, -2)
         exact = rows.float().t() @ x.flatten(0, -2).float()
-        weight.exact = exact if getattr(weight, "exact", None) is None else weight.exact + exact
+        leave_exact(weight, exact)
         return dy @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class ExactEmbedding(torch.autograd.Function):
+    """A bf16 table that leaves its float32 gradient in ``weight.exact``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
+        ctx.weight, ctx.indices = weight, indices
+        return weight[indices]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        exact = torch.zeros(ctx.weight.shape).index_add_(0, ctx.indices.flatten(), dy.flatten(0, -2).float())
+        leave_exact(ctx.weight, exact)
+        return None, None
 
 
 class MixedLinear(torch.autograd.Function):
@@ -145,11 +165,13 @@ class MixedLinear(torch.autograd.Function):
         return (dy @ weight.bfloat16()).to(ctx.dtype), dw, db
 
 
-def exact_linears(net: nn.Module, function: type[torch.autograd.Function] = ExactLinear) -> nn.Module:
-    """Give every linear layer of the network the oracle's backward."""
+def exact_layers(net: nn.Module, linear: type[torch.autograd.Function] = ExactLinear) -> nn.Module:
+    """Give the layers of the network the oracle's backward."""
     for layer in net.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = partial(lambda layer, x: function.apply(x, layer.weight, layer.bias), layer)
+            layer.forward = partial(lambda layer, x: linear.apply(x, layer.weight, layer.bias), layer)
+        elif isinstance(layer, nn.Embedding) and linear is ExactLinear:
+            layer.forward = partial(lambda layer, x: ExactEmbedding.apply(layer.weight, x), layer)
     return net
 
 
@@ -172,7 +194,7 @@ def test_bf16_nearest(optimizer: str, setting: str) -> None:
     # Lightning would clip the gradients it sees, which leave out what the oracle's linear layers keep.
     clip = options.pop("gradient_clip_val", None)
     oracle = Oracle.of(make, clip)  # type: ignore[arg-type]
-    expected = fit(Module(lambda: exact_linears(Net()), oracle, **module_options), "auto", **options)
+    expected = fit(Module(lambda: exact_layers(Net()), oracle, **module_options), "auto", **options)
     start, want, got = (
         torch.cat([w.detach().bfloat16().float().flatten() for w in weights])
         for weights in (Module().parameters(), expected.weights.values(), fused.weights.values())
@@ -193,7 +215,7 @@ def test_bf16_mixed(setting: str) -> None:
     make = partial(Module, optimizer=OPTIMIZERS["adamw"], **module_options)
     options = {"precision": "bf16-mixed"} | trainer_options
     fused = fit(make(), **options)
-    expected = fit(make(net=lambda: exact_linears(Net(), MixedLinear)), "auto", **options)
+    expected = fit(make(net=lambda: exact_layers(Net(), MixedLinear)), "auto", **options)
     for name, start in make().named_parameters():
         moved = (expected.weights[name] - start.detach()).norm()
         assert moved > 0
