@@ -142,8 +142,10 @@ def curve(codes: Floats, bend: float | Floats) -> Floats:
 
 
 def fit_bend(counts: npt.ArrayLike) -> float:
-    """The bend of `BENDS` with the least squared error over a histogram of magnitudes."""
+    """The bend of `BENDS` with the least squared error over a histogram; next to `START_BEND` if that is empty."""
     weights = np.asarray(counts, np.float64)
+    if not weights.any():
+        return float(BENDS[np.searchsorted(BENDS, START_BEND)])
     x, bends = centres(len(weights)), BENDS[:, None]
     codes = np.floor((LEVELS - 1) * (1 + bends) * x / (1 + bends * x) + 0.5)
     return float(BENDS[np.argmin((x - curve(codes, bends)) ** 2 @ weights)])

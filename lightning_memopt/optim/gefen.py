@@ -11,11 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.gefen_learning import HISTOGRAM
 from lightning_memopt.optim.shards import is_flat_shard
 
 # Options of torch's AdamW that choose between its implementations.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+# Completed by what follows from it.
+FLAT_SHARDS = (
+    "Gefen on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): blocks lie inside each rank's shard, so "
+    "the optimizer's state belongs to this world size and wrapping and cannot be resharded or gathered. With fully_shard "
+    "(strategies 'forge_fsdp' and ModelParallelStrategy) it can."
+)
 
 
 class Gefen(Optimizer):
@@ -85,24 +92,30 @@ class Gefen(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._warned and any(is_flat_shard(p) for group in self.param_groups for p in group["params"]):
+        if not self._warned and self._on_flat_shards():
             self._warned = True
-            warnings.warn(
-                "Gefen on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): blocks lie inside each rank's "
-                "shard, so the optimizer's state belongs to this world size and wrapping and cannot be resharded or "
-                "gathered. To reshard, use fully_shard (strategy ModelParallelStrategy).",
-                stacklevel=2,
-            )
+            warnings.warn(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.", stacklevel=2)
         step_parameters(self, GefenRule())
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch. Statistics of gradients that were all zero, which say nothing, are left out."""
+        """As torch. Statistics of gradients that were all zero, which say nothing, are left out.
+
+        Raises:
+            UnsupportedError: The state lies on flat shards, from which FSDP would gather nonsense.
+        """
+        if self.state and self._on_flat_shards():
+            raise UnsupportedError(
+                f"{FLAT_SHARDS} Save weights only, for example ModelCheckpoint(save_weights_only=True)."
+            )
         saved = super().state_dict()
         for i, state in saved["state"].items():
             if HISTOGRAM in state and not state[HISTOGRAM].any():
                 saved["state"][i] = {key: state[key] for key in state if not key.endswith(("_histogram", "_fine"))}
         return saved
+
+    def _on_flat_shards(self) -> bool:
+        return any(is_flat_shard(param) for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -220,6 +220,14 @@ def test_learning_waits_for_a_gradient_that_is_not_zero() -> None:
     assert "exp_avg_histogram" not in optimizer.state[param]
 
 
+def test_learning_does_not_wait_for_ever() -> None:
+    param = weight()
+    optimizer = memopt.Gefen([param])
+    train(optimizer, param, lambda: torch.zeros(SHAPE), 11)
+    assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "codebook"}
+    assert 0.9 < float(optimizer.state[param]["codebook"]) < 0.92
+
+
 # ------------------------------------------------------------------------------------------------------------- safety
 def dead_rows() -> Tensor:
     mask = torch.ones(SHAPE, dtype=torch.bool)

@@ -144,6 +144,8 @@ def check_fsdp1(rank: int, folder: Path) -> None:
             warnings.simplefilter("always")
             train(module, optimizer, rank)
         assert sum("cannot be resharded" in str(warning.message) for warning in told) == 1
+        with pytest.raises(memopt.UnsupportedError, match="cannot be resharded or gathered"):
+            FullyShardedDataParallel.optim_state_dict(module, optimizer)
         coded = [state for state in optimizer.state.values() if "codebook" in state]
         assert coded and all(state["exp_avg"].shape[0] == 1 for state in coded)
         reference, _ = whole()
