@@ -36,7 +36,7 @@ class FusedLinear(torch.autograd.Function):
             return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
@@ -84,7 +84,7 @@ def install(root: nn.Module) -> list[nn.Module]:
     changed: list[nn.Module] = []
     for module in root.modules():
         if isinstance(module, nn.Linear) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
-            module.forward = MethodType(forward, module)
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
             changed.append(module)
     return changed
 

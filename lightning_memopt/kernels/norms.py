@@ -58,8 +58,8 @@ def squared_norm_lookup(dy: Tensor, indices: Tensor, padding_idx: int, dtype: to
         padding_idx: Row without a gradient, or -1.
         dtype: Precision of sums and result.
     """
-    # ‖Σ_r sum of row r's tokens‖² is the Gram matrix of the tokens summed where they share a row; unlike adding rows up,
-    # this has one order of summation on a GPU.
+    # The Gram matrix of the tokens, summed where they share a row. Unlike adding rows up, this has one order of
+    # summation on a GPU.
     dy = dy.to(dtype).masked_fill((indices == padding_idx)[:, None], 0)
     total = torch.zeros((), dtype=dtype, device=dy.device)
     for start in range(0, len(dy), LOOKUP_ROWS):

@@ -13,7 +13,7 @@ __all__ = ["ForgeFSDPStrategy", "ForgeStrategy", "fused_step", "register"]
 
 def register() -> None:
     """Make the strategies' names known to Lightning's Trainer; again is harmless."""
-    described = {
+    described: dict[type[ForgeStrategy] | type[ForgeFSDPStrategy], str] = {
         ForgeStrategy: "Optimizer update fused into the backward pass",
         ForgeFSDPStrategy: "Optimizer update fused into the backward pass, sharded over devices by FSDP2",
     }

@@ -44,7 +44,7 @@ class ForgeMixin(Strategy):
             ``["*.layers.*"]`` for the blocks of a transformer.
     """
 
-    strategy_name: ClassVar[str]
+    strategy_name: str
     updater_class: ClassVar[type[Updater]] = Updater
 
     def __init__(
