@@ -20,8 +20,8 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 # Completed by what follows from it.
 FLAT_SHARDS = (
     "Gefen on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): blocks lie inside each rank's shard, so "
-    "the optimizer's state belongs to this world size and wrapping and cannot be resharded or gathered. With fully_shard "
-    "(strategies 'forge_fsdp' and ModelParallelStrategy) it can."
+    "the optimizer's state belongs to this world size and wrapping and cannot be resharded or gathered. With "
+    "fully_shard (strategies 'forge_fsdp' and ModelParallelStrategy) it can."
 )
 
 
