@@ -157,7 +157,7 @@ def train(
     """Train with `forge_fsdp` on the ranks there are; the weights, states and what `inspect` says of the trainer."""
     import lightning_memopt as memopt
 
-    made = memopt.ForgeFSDPStrategy(**({"rounding": "nearest"} | (strategy or {})))
+    made = memopt.ForgeFSDPStrategy(**({"rounding": "nearest", "timeout_seconds": 60} | (strategy or {})))
     return _train(make, made, save, inspect, **options)
 
 

@@ -56,10 +56,9 @@ class Peers:
         if self._group is None:
             return [value], flag
         heard = self._gather([kind, number, value, int(flag)])
-        for rank, (other, *_) in enumerate(heard):
-            if other == FAILED:
-                self._failed = True
-                raise UpdateError(self._words_of(rank))
+        if any(other[0] == FAILED for other in heard):
+            self._failed = True
+            raise UpdateError(self._words(heard))
         if any(other[:2] != [kind, number] for other in heard):
             self._failed = True
             raise UpdateError(
@@ -84,19 +83,19 @@ class Peers:
         self._failed = True
         words = f"rank {dist.get_rank(self._group)} failed: {type(error).__name__}: {error}"
         try:
-            heard = torch.empty(self.size * 4, dtype=torch.int64)
-            mine = torch.tensor([FAILED, 0, 0, 0])
-            all_gather(heard, mine, group=self._group, async_op=True).wait(timedelta(seconds=PATIENCE))
-            self._words_of(dist.get_rank(self._group), words)
+            self._words(self._gather([FAILED, 0, 0, 0], timedelta(seconds=PATIENCE)), words)
         except (RuntimeError, ValueError):  # nobody listens any more
             pass
 
-    def _gather(self, header: list[int]) -> list[list[int]]:
+    def _gather(self, header: list[int], timeout: timedelta | None = None) -> list[list[int]]:
         heard = torch.empty(self.size * len(header), dtype=torch.int64)
-        all_gather(heard, torch.tensor(header), group=self._group)
+        work = all_gather(heard, torch.tensor(header), group=self._group, async_op=True)
+        work.wait(timeout) if timeout is not None else work.wait()
         return heard.view(self.size, -1).tolist()
 
-    def _words_of(self, rank: int, words: str = "") -> str:
+    def _words(self, heard: list[list[int]], words: str = "") -> str:
+        """What the first of the failed ranks says."""
         box = [words]
+        rank = next(rank for rank, (kind, *_) in enumerate(heard) if kind == FAILED)
         dist.broadcast_object_list(box, group=self._group, group_src=rank)
         return box[0]

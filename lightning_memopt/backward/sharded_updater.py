@@ -159,7 +159,7 @@ class ShardedUpdater(Updater):
             return
         self._land()
         blocks = reduce_rows(dy, x, ranks, compute_dtype(slot.param))
-        if complete and bounded:
+        if complete and bounded and not slot.pending:
             self._settle(slot, apply_slabs(self._begin(slot), blocks, self.kernel))
             return
         # A block that was consumed cannot be taken back: one that may not be finite waits for the others.
