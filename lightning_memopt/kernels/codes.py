@@ -44,7 +44,7 @@ def block_scale(largest):
 def decode_signed(code, scale):
     """Return scale q |q| / 127² of a uint8 tile."""
     # The byte becomes the last bits of a float32 around 2^23: conversion instructions run at a quarter of the speed.
-    q = ((code.to(tl.uint32) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
+    q = (code.to(tl.uint32) ^ 0x4B000080).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
     return q * tl.abs(q) * (scale * (1.0 / (_LEVELS * _LEVELS)))
 
 

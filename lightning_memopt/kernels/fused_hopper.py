@@ -19,8 +19,11 @@ from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
 from lightning_memopt.kernels.hopper_update import CHUNK, TILE_COLUMNS, TILE_ROWS
 from lightning_memopt.kernels.update import Update
 
-# Tokens in a stage of the operand ring.
+# Tokens in a stage of the operand ring, and its bytes.
 TOKENS = 64
+STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
+# Shared memory of a block on Hopper, less what barriers and reductions take.
+SHARED = 227 * 1024 - 2048
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,

@@ -16,8 +16,8 @@ from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, t
 from lightning_memopt.kernels.slabs import Factors, join, slabs
 from lightning_memopt.kernels.update import Update
 
-# Elements of a slab of dW in float32, 16 MiB: stays in L2 between the matmul and the update, yet fills the GPU.
-SLAB_ELEMENTS = 1 << 22
+# Elements of a slab of dW in float32, 32 MiB: stays in L2 between the matmul and the update, yet fills the GPU.
+SLAB_ELEMENTS = 1 << 23
 
 
 def supports(update: Update) -> bool:

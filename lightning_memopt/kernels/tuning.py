@@ -20,14 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.fused_hopper import Config, bytes_per_weight
+from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, Config, bytes_per_weight
+from lightning_memopt.kernels.hopper_update import CHUNK
 from lightning_memopt.kernels.update import Update
 
 Route = Config | Literal["two_pass", "portable"]
 TWO_PASS: Literal["two_pass"] = "two_pass"
 PORTABLE: Literal["portable"] = "portable"
 
+# Up to so many tokens a layer's weight costs more time than its operands.
+FEW = 1024
 # Weights of a layer that are copied for a measurement: its first rows.
 SAMPLE = 1 << 26
 ROUNDS, CALLS = 5, 4
@@ -39,33 +41,40 @@ def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Rou
     if found is None and os.environ.get("MEMOPT_TUNE") == "1" and not torch.cuda.is_current_stream_capturing():
         found = tune(update, dy, x)
     route = found if found is not None else default(update, len(x))
-    return candidates(update, len(x))[0] if fused and route == TWO_PASS else route
+    return default(update, len(x)) if fused and route == TWO_PASS else route
 
 
-def default(update: Update, tokens: int) -> Route:
-    """What the table says."""
-    coded = any(codes.kind(storage) >= codes.SIGNED for storage in update.storage)
-    # Encoding costs more than the matmul hides at few tokens, and the flat kernel is better at it.
-    return TWO_PASS if coded and tokens < 1024 else candidates(update, tokens)[0]
+def default(update: Update, tokens: int) -> Config:
+    """What the table says.
+
+    At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
+    stages. Bands of one row of tiles stream the weight best, of two rows share operands better.
+    """
+    few = tokens <= FEW
+    fitting = _fitting(update)
+    for stages in sorted(fitting, reverse=True):
+        slots = fitting[stages]
+        if slots >= 4 or stages <= (4 if few else 5):
+            break
+    return Config(stages, slots, 0, 1 if few else 2)
 
 
 def candidates(update: Update, tokens: int) -> list[Config]:
-    """Configurations of the Hopper kernel worth a try, the one that is usually best first.
+    """Configurations of the Hopper kernel worth a try, the table's first."""
+    first = default(update, tokens)
+    others = [
+        Config(stages, slots, lag, group)
+        for stages, slots in _fitting(update).items()
+        for lag in range(min(2, slots - 1))
+        for group in (1, 2, 4)
+    ]
+    return [first, *(config for config in others if config != first)]
 
-    At few tokens the weight's traffic decides, so memory goes to chunks in flight; at many, to operands.
-    """
-    size = bytes_per_weight(update)
-    few, many = 1 if tokens <= 1024 else 2, tokens > 1024
-    if size <= 2:
-        return [Config(5, 8, 1, few), Config(6, 4, 1, few)]
-    if size <= 4:
-        return [Config(5, 4, 0, few), Config(5, 4, 1, few)]
-    if size <= 6:
-        deep, wide = Config(5, 2, 0, few), Config(4, 4, 0, few)
-        return [deep, wide] if many else [wide, deep]
-    if size <= 12:
-        return [Config(4, 2, 0, few), Config(3, 2, 0, few)]
-    return [Config(3, 2, 0, few)]
+
+def _fitting(update: Update) -> dict[int, int]:
+    """How many chunks fit beside a number of operand stages, for numbers that leave room for two; eight are enough."""
+    slots = {stages: (SHARED - stages * STAGE) // (CHUNK**2 * bytes_per_weight(update)) for stages in range(3, 7)}
+    return {stages: min(8, count) for stages, count in slots.items() if count >= 2}
 
 
 def tune(update: Update, dy: Tensor, x: Tensor) -> Route:

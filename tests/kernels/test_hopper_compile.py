@@ -1,0 +1,92 @@
+"""The Hopper kernel compiles on a machine without a GPU, fits its shared memory and its instruction cache."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import BF16, F32, INTERPRETED, RULES, make_update
+
+triton = pytest.importorskip("triton")
+hopper = pytest.importorskip("lightning_memopt.kernels.fused_hopper", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+NAMES = {BF16: "bf16", F32: "fp32", torch.uint8: "u8"}
+# (rule, weight, dense moments) and the kibibytes of machine code at most, both groups' two paths together.
+CASES = [("adamw", BF16, BF16, 128), ("adamw8bit", BF16, BF16, 180), ("sgd", BF16, BF16, 80)]
+
+
+def descriptor(block, dtype) -> str:
+    return f"tensordesc<{NAMES[dtype]}{list(block)},{hopper._layout(block, dtype)!r}>".replace(" ", "")
+
+
+def compile_for(update, config):
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from lightning_memopt.kernels import blocks
+
+    kernel, chunk = hopper.weight_gradient_update, (hopper.CHUNK, hopper.CHUNK)
+    values = [update.state[storage.name] for storage in update.storage]
+    types = {
+        "dy": descriptor((hopper.TOKENS, hopper.TILE_ROWS), BF16),
+        "x": descriptor((hopper.TOKENS, hopper.TILE_COLUMNS), BF16),
+        "w": descriptor(chunk, update.weight.dtype),
+        "row_ptr": "*fp32", "key_ptr": "*i32", "nonfinite_ptr": "*i32",
+        **dict.fromkeys(["rows", "columns", "tokens", "offset", "group"], "i32"),
+    }  # fmt: skip
+    constants = blocks.arguments(update).constants | {
+        "STAGES": config.stages, "SLOTS": config.slots, "LAG": config.lag,
+        "BYTES": hopper.CHUNK**2 * hopper.bytes_per_weight(update),
+    }  # fmt: skip
+    for i in range(3):
+        if i < len(values):
+            types[f"m{i}"] = descriptor(chunk, values[i].dtype)
+        else:
+            constants[f"m{i}"] = None
+        if i < len(values) and values[i].dtype == torch.uint8:
+            types[f"scale{i}"] = "*bf16"
+        else:
+            constants[f"scale{i}"] = None
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def machine_code(compiled, folder) -> list[str]:
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    listing = subprocess.run([tool, "-c", binary], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/\s+[@A-Z{]", line)]
+
+
+@pytest.mark.parametrize(("rule", "dtype", "moment_dtype", "size"), CASES)
+def test_compiles(rule, dtype, moment_dtype, size, tmp_path) -> None:
+    from lightning_memopt.kernels import tuning
+
+    update = make_update(rule, (128, 128), "cpu", dtype, moment_dtype, past=0)
+    compiled = compile_for(update, tuning.default(update, 512))
+    code = machine_code(compiled, tmp_path)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert len(code) * 16 <= size * 1024
+    matmuls = [i for i, line in enumerate(code) if "HGMMA" in line]
+    assert len(matmuls) == 16  # 64 tokens in steps of 16, two halves of a tile, two groups
+    for group in (matmuls[:8], matmuls[8:]):
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in code[group[0] : group[-1] + 8]), "spills"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16)])
+@pytest.mark.parametrize("tokens", [1, 512, 4096])
+def test_every_configuration_fits(rule, dtype, moment_dtype, tokens) -> None:
+    from lightning_memopt.kernels import tuning
+
+    update = make_update(rule, (128, 128), "cpu", dtype, moment_dtype, past=0)
+    for config in tuning.candidates(update, tokens):
+        used = config.stages * hopper.STAGE + config.slots * hopper.CHUNK**2 * hopper.bytes_per_weight(update)
+        assert used <= hopper.SHARED and config.slots >= 2
