@@ -1,14 +1,23 @@
-"""Which kernel takes an update of a sparse weight."""
+"""Which kernel takes an update of a sparse weight: plain torch, Triton on slabs, or Triton fused with the matmul.
+
+On the step whose gradient decides where to grow, slabs of it are looked at, so that one is not fused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, pieces
 from lightning_memopt.kernels.update import Update
+from lightning_memopt.sparsity.bits import unpack
+
+# Elements of a slab of dW in float32 on a GPU: 16 MiB.
+GPU_SLAB_ELEMENTS = 1 << 22
 
 
 def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> bool:
@@ -18,5 +27,37 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
         As `lightning_memopt.kernels.dispatch.apply_factors`.
     """
     rows, columns = update.weight.shape
-    step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
+    elements = GPU_SLAB_ELEMENTS if update.weight.is_cuda else SLAB_ELEMENTS
+    step = rows if kernel == "reference" else max(1, elements // columns)
+    if kernel != "reference" and _in_triton(update):
+        in_triton(update, factors, grad, step, fused=kernel != "two_pass")
+        return True
     return sparse_reference.apply(update, factors, grad, step)
+
+
+def _in_triton(update: Update) -> bool:
+    if not update.weight.is_cuda or update.row is None or find_spec("triton") is None:
+        return False
+    from lightning_memopt.kernels import sparse_triton
+
+    return sparse_triton.supports(update)
+
+
+def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows: int, fused: bool) -> None:
+    """Take one step by Triton kernels; non-finite elements are left out and set ``update.nonfinite``."""
+    from lightning_memopt.kernels import sparse_triton
+
+    active, columns = update.active, update.weight.shape[1]
+    assert active is not None
+    if active.ages.table is None:
+        table = torch.tensor(active.ages.rows, dtype=torch.float32)
+        cuda = update.weight.is_cuda
+        active.ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)
+    if fused and grad is None and active.growth is None and sparse_triton.fuses(update):
+        sparse_triton.apply_factors(update, factors)
+        return
+    for start, stop, slab in pieces(factors, grad, torch.float32, rows):
+        if active.growth is not None:
+            mask = unpack(active.bits, start * columns, stop * columns)
+            active.growth.add(start * columns, slab.reshape(-1), mask)
+        sparse_triton.apply_slab(update, slab, start)

@@ -1,0 +1,123 @@
+"""Sparse updates in Triton against the plain-torch reference: every rule, formats, shapes, ages, empty tiles."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import BF16, DEVICES, F32, RULES, _check_dense, gradient, make_update
+
+from lightning_memopt.kernels import Update, sparse, sparse_reference
+from lightning_memopt.kernels.active import Active, Ages, Largest
+from lightning_memopt.sparsity.bits import make_index, pack, unpack
+from lightning_memopt.sparsity.state import gather
+
+pytest.importorskip("lightning_memopt.kernels.sparse_triton", exc_type=ImportError)
+pytestmark = [pytest.mark.parametrize("device", DEVICES)]
+DENSE_RULES = [name for name in RULES if name != "adamw8bit"]
+
+
+def sparsify(update: Update, mask: torch.Tensor, ages: int = 3) -> Update:
+    """The same update of the weights that `mask` keeps, in cohorts of different ages."""
+    total, device = mask.numel(), mask.device
+    bits = pack(total, lambda a, b: mask.view(-1)[a:b], device)
+    index = make_index(bits, total)
+    cohort = (torch.arange(int(index[-1]), device=device) % ages).to(torch.uint8)
+    names = update.rule.aged_scalars
+    rows = [(min(1.0, 0.25 * (i + 2)), *(update.scalars[name] * (1 + 0.3 * i) for name in names)) for i in range(ages)]
+    kept = {storage.name: gather(update.state[storage.name], bits) for storage in update.storage}
+    weight = update.weight.masked_fill(~mask, 0.0).contiguous()
+    active = Active(bits, index, cohort, Ages(names, rows))
+    return replace(update, weight=weight, state={**update.state, **kept}, active=active)
+
+
+def both(update: Update, factors=(), grad=None, rows: int = 1 << 20, fused: bool = False) -> None:
+    """Step a copy by the reference in float64, the update itself by Triton, and compare."""
+    state = {k: v.double() if torch.is_tensor(v) and v.dim() else v for k, v in copy.deepcopy(update.state).items()}
+    expected = replace(update, weight=update.weight.double(), state=state)
+    wide = [(dy.double(), x.double()) for dy, x in factors]
+    assert sparse_reference.apply(expected, wide, grad.double() if grad is not None else None, rows)
+    sparse.in_triton(update, factors, grad, rows, fused)
+    assert not update.nonfinite.item()
+    _check_dense(update.weight, expected.weight, "weight")
+    for storage in update.storage:
+        _check_dense(update.state[storage.name], expected.state[storage.name], storage.name)
+
+
+def random_mask(shape, density: float, device: str) -> torch.Tensor:
+    return (torch.rand(shape) < density).to(device)
+
+
+@pytest.mark.parametrize("rule", DENSE_RULES)
+@pytest.mark.parametrize(("dtype", "moment_dtype", "rounding"), [(F32, F32, "nearest"), (BF16, BF16, "stochastic")])
+def test_every_rule(rule, dtype, moment_dtype, rounding, device) -> None:
+    torch.manual_seed(0)
+    shape = (33, 70)
+    update = sparsify(make_update(rule, shape, device, dtype, moment_dtype, rounding), random_mask(shape, 0.4, device))
+    both(update, grad=gradient(shape, device))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (16, 128), (40, 200), (3, 1000)])
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_slabs(shape, density, rows, device) -> None:
+    """Slabs that begin and end within segments."""
+    torch.manual_seed(1)
+    update = sparsify(make_update("adamw", shape, device), random_mask(shape, density, device))
+    both(update, grad=gradient(shape, device), rows=rows)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("shape", "tokens"), [((160, 256), 40), ((7, 128), 3)])
+def test_fused(shape, tokens, dtype, device) -> None:
+    torch.manual_seed(2)
+    update = sparsify(make_update("adamw", shape, device), random_mask(shape, 0.3, device))
+    factors = [(torch.randn(tokens, n, device=device).to(dtype) / tokens for n in shape) for _ in range(2)]
+    both(update, factors=[tuple(pair) for pair in factors], fused=True)
+
+
+def test_empty_tiles_are_skipped(device) -> None:
+    """An empty tile is left before its operands are read: NaN there changes nothing and is not reported."""
+    torch.manual_seed(3)
+    mask = random_mask((256, 256), 0.3, device)
+    mask[:128, 128:] = False
+    update = sparsify(make_update("adamw", (256, 256), device), mask)
+    dy, x = torch.randn(16, 256, device=device), torch.randn(16, 256, device=device)
+    before = update.weight.clone()
+    sparse.in_triton(update, [(dy, x)], None, 1 << 20, fused=True)
+    assert not update.weight[:128, 128:].any() and (update.weight != before)[mask].all()
+
+
+def test_non_finite_elements(device) -> None:
+    """Reported where a weight is active, ignored where not; never written."""
+    torch.manual_seed(4)
+    mask = random_mask((8, 100), 0.5, device)
+    mask[0, :2] = torch.tensor([True, False])
+    for column, reported in ((0, True), (1, False)):
+        update = sparsify(make_update("adamw", (8, 100), device), mask)
+        grad = gradient((8, 100), device)
+        grad[0, column] = float("nan")
+        before = update.weight.clone()
+        sparse.in_triton(update, (), grad, 3, fused=False)
+        assert bool(update.nonfinite.item()) == reported
+        assert update.weight.isfinite().all() and update.weight[0, 0].equal(before[0, 0]) == reported
+
+
+@pytest.mark.parametrize("run", [1, 4])
+def test_growth_scores_do_not_depend_on_slabs(run, device) -> None:
+    """The same largest gradients of inactive runs, ties by index, whatever the slabs."""
+    torch.manual_seed(5)
+    mask = random_mask((24, 10), 0.5, device).repeat_interleave(run, 1)
+    grad = (gradient(mask.shape, device) * 4).round()
+    found = []
+    for rows in (1, 5, 24):
+        update = sparsify(make_update("adamw", tuple(mask.shape), device), mask)
+        update.active.growth = Largest(30, run)
+        sparse.in_triton(update, (), grad, rows, fused=False)
+        found.append(update.active.growth.runs)
+    scores = grad.abs().view(-1, run).sum(1).masked_fill(mask.view(-1, run)[:, 0], -1.0)
+    wanted = scores.argsort(descending=True, stable=True)[:30]
+    assert all(torch.equal(runs, wanted) for runs in found)
+    assert torch.equal(unpack(update.active.bits, 0, mask.numel()).view(mask.shape), mask)
