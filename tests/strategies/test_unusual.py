@@ -194,6 +194,20 @@ def test_gradient_penalty_in_micro_batches() -> None:
     assert_equal_runs(make, data=wide_data, max_steps=5, accumulate_grad_batches=3)
 
 
+class ZeroesInHook(Module):
+    """Drops what a window has gathered so far, after its second micro-batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 2:
+            self.optimizers().zero_grad()
+
+
+def test_zeroed_in_the_middle_of_a_window() -> None:
+    """Gradients that a hook zeroes between micro-batches are gone, queued ones too."""
+    make = partial(ZeroesInHook, partial(two_layers, 64), loss=square_loss)
+    assert_equal_runs(make, data=wide_data, max_steps=4, accumulate_grad_batches=4)
+
+
 class ReusesMemory(Module):
     """Each batch is written into the same memory, as loaders with a ring buffer of one do."""
 
