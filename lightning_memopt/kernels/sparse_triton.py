@@ -78,9 +78,9 @@ def step(
     own = ()
     for i in tl.static_range(SCALARS):
         if AGED[i] > 0:  # noqa: SIM108
-            own = own + (tl.load(ages + age + AGED[i], mask=active, other=1.0),)
+            own = own + (tl.load(ages + age + AGED[i], mask=active, other=1.0),)  # type: ignore[assignment]
         else:
-            own = own + (plain[i],)
+            own = own + (plain[i],)  # type: ignore[assignment]
 
     old = tl.load(w_ptr + at, mask=active, other=0.0).to(tl.float32)
     old0, old1, old2 = raw, raw, raw

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.rules.storage import Storage
-from lightning_memopt.sparsity.bits import chunks, make_index, move, unpack
+from lightning_memopt.sparsity.bits import SEGMENT, chunks, make_index, move, unpack
 
 MASK, INDEX, COHORT, BIRTHS, STEPS = "smet_mask", "smet_index", "smet_cohort", "smet_births", "smet_steps"
 ENTRIES = (MASK, INDEX, COHORT, BIRTHS, STEPS)
@@ -33,6 +33,11 @@ ENTRIES = (MASK, INDEX, COHORT, BIRTHS, STEPS)
 COHORTS = 256
 
 State = dict[str, Any]
+
+
+def metadata_bytes(total: int, active: int) -> dict[str, int]:
+    """Bytes that a layer of `total` weights, `active` of them active, takes beside its weight and moments."""
+    return {"mask": (total + 7) // 8, "index": 4 * (-(-total // SEGMENT) + 1), "ages": active}
 
 
 def compact_like(param: Tensor, active: int) -> Tensor:
