@@ -225,6 +225,8 @@ class GefenRule(AdamWRule):
 
     optimizer = Gefen
     scalar_names = (*AdamWRule.scalar_names, "bend")
+    # A regrown weight joins the second moment of its block, which is as old as the parameter.
+    aged_scalars = ("step_size",)
     # The square of a larger one, summed over a block, would make the second moment of all its weights infinite.
     limit = 2.0**55
 

@@ -98,12 +98,7 @@ class SparseLayer:
 
     def scaled(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The parameter group with the learning rate of this layer."""
-        scaled = {**group, "lr": float(group["lr"]) * self.lr_scale}
-        if scaled.get("max_block") and scaled.get("block") is None:
-            # Gefen looks for the length of its blocks along the rows of a weight; a row of active weights of all
-            # rows has no structure to find.
-            scaled["block"] = scaled["max_block"]
-        return scaled
+        return {**group, "lr": float(group["lr"]) * self.lr_scale}
 
     # ---------------------------------------------------------------- state
 

@@ -255,8 +255,8 @@ def test_resume_is_bitwise(at: int, options: dict[str, Any], tmp_path: Path) -> 
 class Replay:
     """Batches by number, going on after those a checkpoint has seen."""
 
-    def __init__(self, count: int) -> None:
-        self.batches, self.first = list(tokens(count)), 0
+    def __init__(self, count: int, data: Any = None) -> None:
+        self.batches, self.first = list(data or tokens(count)), 0
 
     def __iter__(self) -> Any:
         for number in range(self.first, len(self.batches)):
@@ -490,3 +490,32 @@ def test_default_layers() -> None:
     """All linear layers but the head, which here shares the embedding's matrix or is the last one."""
     assert train(c := smet(), Module(partial(Net, tied=True)), steps=1) and set(c.masks) == set(SPARSE)
     assert train(c := smet(), Module(partial(Net, tied=False)), steps=1) and set(c.masks) == set(SPARSE)
+
+
+@pytest.mark.parametrize("codebook", ["curve", "table"])
+@pytest.mark.parametrize("optimizer", ["gefen", "adamw8bit"])
+def test_codes_resume_and_follow_adamw(optimizer: str, codebook: str, tmp_path: Path) -> None:
+    """8-bit moments resume bitwise over topology updates, and stay near AdamW's path."""
+    make = {
+        "gefen": partial(memopt.Gefen, lr=1e-3, codebook=codebook),
+        "adamw8bit": partial(memopt.AdamW8bit, lr=1e-3),
+    }[optimizer]
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 192), nn.Tanh(), nn.Linear(192, 2))
+
+    def run(maker: Any, steps: int, ckpt: Any = None, save: bool = False) -> Any:
+        callback = smet(update_every=7, prune_schedule="constant")
+        saver = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)] if save else []
+        return fit(Module(net, maker, square_loss), "forge", Replay(60, vectors(128, 60)), ckpt, max_steps=steps,
+                   max_epochs=1, callbacks=[callback, *saver], enable_checkpointing=save)  # fmt: skip
+
+    whole = run(make, 30, save=True)
+    resumed = run(make, 30, tmp_path / "step=10.ckpt")
+    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
+    adamw = run(partial(AdamW, lr=1e-3), 30)
+    start = dict(Module(net).named_parameters())
+    name = "net.0.weight"
+    both = (whole.weights[name] != 0) & (adamw.weights[name] != 0)
+    moved = (adamw.weights[name] - start[name].detach())[both]
+    assert (whole.weights[name] - adamw.weights[name])[both].norm() < 0.35 * moved.norm()
