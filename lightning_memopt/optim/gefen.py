@@ -53,6 +53,8 @@ class Gefen(Optimizer):
         ValueError: An argument out of range.
     """
 
+    _warned = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -80,7 +82,6 @@ class Gefen(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
-        self._warned = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

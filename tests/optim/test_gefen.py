@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_runs_follow_adamw_with_shared_second_moments_up_to_quantisation(block: 
     expected = shared_adamw(start, grads, block, 1e-2, 0.1)
     way = (expected - start).norm()
     assert (param.detach() - expected).norm() / way < tolerance
+
+
+@pytest.mark.parametrize("shape", [(32, 16, 3, 3), (8, 40, 96), (700, 9), (2, 5000), (5000, 1)])
+def test_tensors_of_any_shape_are_cut_along_their_first_dimension(shape: tuple[int, ...]) -> None:
+    param, grad = weight(shape), gradients(shape)
+    start, grads = param.detach().clone().flatten(1), [grad() for _ in range(20)]
+    todo = iter(grads)
+    train(memopt.Gefen([param], lr=1e-2, weight_decay=0.1, block=128), param, lambda: next(todo), len(grads))
+    expected = shared_adamw(start, [g.flatten(1) for g in grads], 128, 1e-2, 0.1)
+    assert (param.detach().flatten(1) - expected).norm() < 0.01 * (expected - start).norm()
 
 
 def test_float64_weights_are_updated_in_float64() -> None:
@@ -528,5 +539,11 @@ def test_copies_and_pickles_keep_the_state() -> None:
     optimizer = memopt.gefen(net)
     net(torch.randn(4, 80)).sum().backward()
     optimizer.step()
-    clone = copy.deepcopy(optimizer)
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert equal(clone.state_dict(), optimizer.state_dict())
+        for group, own in zip(clone.param_groups, optimizer.param_groups, strict=True):
+            for param, twin in zip(group["params"], own["params"], strict=True):
+                param.grad = twin.grad.clone()
+        clone.step()
+    optimizer.step()
     assert equal(clone.state_dict(), optimizer.state_dict())

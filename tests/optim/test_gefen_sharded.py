@@ -127,6 +127,25 @@ def check_fsdp2(rank: int, folder: Path) -> None:
             assert torch.equal(param.to_local(), twin.to_local())
 
 
+def check_fewer_rows_than_ranks(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    module = fully_shard(nn.Linear(5000, 1, bias=False))
+    optimizer = memopt.Gefen(module.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        module(torch.ones(2, 5000)).square().mean().backward()
+        optimizer.step()
+    (state,) = optimizer.state.values()
+    assert state["exp_avg"].to_local().shape == (1 - rank, 5000) and state["step"] == 4
+    assert state["codebook"] != 0.9 and torch.isfinite(module.weight.full_tensor()).all()
+
+
+def test_a_rank_may_have_no_rows(tmp_path: Path) -> None:
+    on_two_ranks(check_fewer_rows_than_ranks, tmp_path)
+
+
 def test_rows_are_sharded_exactly(tmp_path: Path) -> None:
     on_two_ranks(check_fsdp2, tmp_path)
 
