@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning_memopt.errors import UnsupportedError
 
-Verdict = Literal["exact", "falls back", "warned", "refused"]
+Verdict = Literal["exact", "falls back", "warned", "not detected", "refused"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Case:
 
     Attributes:
         feature: Short name, unique; what code and tests refer to.
-        verdict: Exact; exact by a route that saves less; a warning that something has no effect; or refused at set-up
-            (or at the call) with `message`.
+        verdict: Exact; exact by a route that saves less; a warning that something has no effect; a use that cannot be
+            seen and must be avoided; or refused at set-up (or at the call) with `message`.
         message: Why, and what works instead.
         optimizers: Which optimizers the line is about.
         strategies: Which strategies it is about.
@@ -49,6 +49,18 @@ CASES = (
         "exact",
         "once-used nn.Linear weights inside a segment are updated at once, all else at the end of the backward pass",
     ),
+    Case(
+        "weight used without its layer in a segment of reentrant checkpointing",
+        "refused",
+        "the message says to pass use_reentrant=False",
+    ),
+    Case(
+        "value used outside autograd's sight",
+        "not detected",
+        "`weight.data`, or in a checkpointed segment `parameter.detach()` of other than nn.Linear weights, may be read "
+        "after the update; take a clone in the forward pass, outside checkpointed segments",
+    ),
+    Case("a parameter in two optimizers", "refused", "the message names the parameter"),
     Case("checkpoint=[patterns] of the strategy", "exact", "a pattern that matches no module is refused"),
     Case("frozen parameters", "exact", "no state, no update; parameters unfrozen later are taken in"),
     Case(
@@ -200,7 +212,11 @@ CASES = (
         "SMET keeps optimizer state for active weights only, which needs an update that knows of masks. "
         "Use strategy='forge'.",
     ),
-    Case("SMET on sharded weights", "refused", "SMET trains weights that are whole on their device. Use strategy='forge'."),
+    Case(
+        "SMET on sharded weights",
+        "refused",
+        "SMET trains weights that are whole on their device. Use strategy='forge'.",
+    ),
     Case(
         "SMET on a weight that is shared with an embedding",
         "refused",
@@ -216,12 +232,6 @@ CASES = (
         "refused",
         "the checkpoint holds optimizer state of active weights only. Add the callback lightning_memopt.SMET with the "
         "arguments that the run began with.",
-    ),
-    Case(
-        "modules of the package pytorch_lightning",
-        "refused",
-        "the strategies belong to the package `lightning`: write `import lightning.pytorch as pl`, not "
-        "`import pytorch_lightning as pl`.",
     ),
     Case(
         "sharded nn.Linear weight",
@@ -292,7 +302,8 @@ def page() -> str:
         "# What works with the fused strategies",
         "",
         "`exact`: equal to the plain run. `falls back`: equal as well, by a route that saves less memory. `warned`: a",
-        "warning at set-up. `refused`: an error that says what works instead. Generated from `lightning_memopt/compat.py`.",
+        "warning at set-up. `not detected`: to be avoided, as it cannot be seen. `refused`: an error that says what works",
+        "instead. Generated from `lightning_memopt/compat.py`.",
         "",
         "| feature | strategies | optimizers | verdict | how, or what works instead |",
         "| --- | --- | --- | --- | --- |",

@@ -61,6 +61,7 @@ class Updater:
         slots: What is known of each parameter.
         sparsity: Says of a new slot whether, and how, its weight is sparse.
         in_backward: A backward pass of the strategy is running.
+        queueing: It is of an earlier micro-batch, whose factors outlive it.
         norms: Gradient norms of the last step that clipped by norm.
     """
 
@@ -83,7 +84,7 @@ class Updater:
         self._step = 0
         self._clip = NO_CLIP
         self._deferred = False
-        self._queueing = False
+        self.queueing = False
         self._broken = False
         self._task: int | None = None
         self._reentrant: bool | None = None  # not known before the first pass
@@ -298,7 +299,7 @@ class Updater:
         for slot in self.slots.values():
             slot.ready = False
         self.in_backward = True
-        self._queueing = queue and self._stepping is None
+        self.queueing = queue and self._stepping is None
         try:
             yield
             self._end_pass()
@@ -312,7 +313,7 @@ class Updater:
                 ) from error
             raise
         finally:
-            self.in_backward = self._queueing = False
+            self.in_backward = self.queueing = False
             self._task = None
             if handle is not None:
                 handle.remove()
@@ -334,7 +335,7 @@ class Updater:
             return False
 
     def _owns(self, slot: Slot) -> bool:
-        mine = slot.optimizer is self._stepping if self._stepping is not None else self._queueing
+        mine = slot.optimizer is self._stepping if self._stepping is not None else self.queueing
         return mine and self.in_backward and not torch.is_grad_enabled()
 
     def _ready(self, slot: Slot) -> None:
@@ -342,7 +343,7 @@ class Updater:
         if not self._owns(slot):
             return
         slot.ready = True
-        if self._queueing:
+        if self.queueing:
             self._fold(slot)
             return
         if self._deferred:
@@ -443,8 +444,12 @@ class Updater:
         if slot.updated:
             raise UpdateError(
                 f"{slot.name} received another gradient after its update in step {self._step}. "
-                "Only one backward pass may run in a fused step: add the losses, or run the others before it, outside "
-                "`fused_step`."
+                + (
+                    "It is used without its layer in a segment of reentrant checkpointing; pass use_reentrant=False."
+                    if self._reentrant
+                    else "Only one backward pass may run in a fused step: add the losses, or run the others before it, "
+                    "outside `fused_step`."
+                )
             )
         slot.updated = True
         return Update(

@@ -52,20 +52,6 @@ def equal(
     assert checks[1].checks
 
 
-# Known faults, by parameter id.
-BROKEN = {
-    "zero_features": "factors without features cannot be reshaped",
-}
-
-
-def cases(names: Any, broken: dict[str, str] = BROKEN) -> list[Any]:
-    """Parameters for pytest, known faults marked."""
-    return [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=broken[name])] if name in broken else [])
-        for name in names
-    ]
-
-
 def penalty(net: Any, batch: list[Tensor]) -> Tensor:
     """Gradient penalty on the inputs, differentiated twice."""
     x = batch[0].clone().requires_grad_()
@@ -205,7 +191,7 @@ LOSSES: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("loss", cases(LOSSES))
+@pytest.mark.parametrize("loss", LOSSES)
 def test_losses(loss: str, accumulate: int) -> None:
     """Whatever the training step does with its layers, the update is the plain one."""
     equal(LOSSES[loss], accumulate_grad_batches=accumulate)
@@ -242,7 +228,7 @@ class Upcast(Stack):
         return self.b(torch.tanh(self.a(x)).float())
 
 
-@pytest.mark.parametrize("precision", cases(["32-true", "bf16-mixed"]))
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_second_derivatives(precision: str) -> None:
     """The derivative of a weight gradient by an earlier weight is the plain one, also through autocast's casts."""
     seen: list[Tensor] = []
@@ -367,7 +353,9 @@ def strided_weight() -> nn.Module:
 
 
 def zero_features() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 0, bias=False), nn.Linear(0, 3))
+    last = nn.Linear(0, 3)
+    nn.init.ones_(last.bias)
+    return nn.Sequential(nn.Linear(8, 0, bias=False), last)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -389,7 +377,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("net", cases(NETS))
+@pytest.mark.parametrize("net", NETS)
 def test_networks(net: str) -> None:
     """Layers of all kinds, alone and around linear ones."""
     equal(square_loss, NETS[net])
@@ -530,9 +518,14 @@ def test_checkpointing(pattern: str, reentrant: bool, accumulate: int) -> None:
 
 
 def test_hidden_use_in_an_earlier_segment_is_refused() -> None:
-    """The one pattern of shared weights that reentrant checkpointing cannot have: refused, by the weight's name."""
+    """A weight used without its layer in a segment of reentrant checkpointing is refused by name.
+
+    It is the row "weight used without its layer in a segment of reentrant checkpointing" of the compatibility table.
+    """
     pattern, reentrant, _ = HIDDEN
-    with pytest.raises(memopt.UpdateError, match=r"net\.blocks\.0\.0\.weight received another gradient"):
+    with pytest.raises(
+        memopt.UpdateError, match=r"net\.blocks\.0\.0\.weight received another gradient.*use_reentrant=False"
+    ):
         fit(Module(partial(Segments, pattern, reentrant), loss=square_loss), data=vectors(), max_steps=1)
 
 
@@ -551,7 +544,7 @@ class StraightThrough(nn.Module):
         return self.last(checkpoint(self.segment, torch.tanh(x), use_reentrant=False))
 
 
-@pytest.mark.xfail(strict=True, reason="recomputation sees the updated value")
+@pytest.mark.xfail(strict=True, reason="recomputation sees the updated value; the table says that this is not detected")
 def test_checkpointing_with_detached_values() -> None:
     """A parameter that is also used without gradient in its segment is exact or refused, never silently wrong."""
     try:

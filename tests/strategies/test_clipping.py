@@ -167,13 +167,13 @@ def test_zero_grad_drops_the_queue() -> None:
 
 
 def test_input_changed_in_place_is_refused() -> None:
-    """A batch buffer that is refilled between micro-batches would change queued factors."""
+    """An activation that is refilled between micro-batches would change queued factors."""
     buffer = torch.zeros(4, 8)
 
     class Refills(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             buffer.copy_(batch[0])
-            return self.net(buffer).square().mean()
+            return self.net(buffer.detach().requires_grad_()).square().mean()
 
     module = Refills(net=lambda: nn.Linear(8, 80), loss=square_loss)
     with pytest.raises(memopt.UpdateError, match=r"net\.weight was changed in place"):

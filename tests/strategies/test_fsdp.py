@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import OPTIMIZERS, Module, Net, next_token_loss
-from sharded import BATCH, Deep, Ranks, furthest, train, train_plain
+from sharded import BATCH, Deep, Ranks, ShardsItself, Wide, furthest, train, train_forge, train_plain
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -80,6 +80,29 @@ def test_settings(two: Ranks, setting: str, route: str) -> None:
 def test_every_rule(two: Ranks, optimizer: str) -> None:
     """Every rule on shards."""
     assert_equal(two, partial(Module, net=Deep, optimizer=OPTIMIZERS[optimizer]))
+
+
+EIGHT_BIT = {"adamw8bit": partial(memopt.AdamW8bit, lr=3e-3), "gefen": partial(memopt.Gefen, lr=3e-3)}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("optimizer", EIGHT_BIT)
+def test_eight_bit_states(two: Ranks, optimizer: str, route: str, options: dict[str, Any]) -> None:
+    """Blocks lie inside rows, and what is learned from gradients is learned from all ranks'.
+
+    A sum in another order tips a few codes, hence the tolerance: a thousandth of the largest possible distance.
+    """
+    make = partial(Module, net=Wide, optimizer=EIGHT_BIT[optimizer])
+    single = train_forge(make, **options)
+    sharded = two(train, make, {"route": route}, **options)[0]
+    difference = torch.cat([(w - sharded["weights"][name]).flatten() for name, w in single["weights"].items()])
+    assert difference.square().mean().sqrt() < 1e-3 * 20 * 3e-3
+    for name, state in single["states"].items():
+        other = sharded["states"][name]
+        assert {key: value.shape for key, value in state.items()} == {key: value.shape for key, value in other.items()}
+        if "codebook" in state:
+            torch.testing.assert_close(state["codebook"], other["codebook"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}])
@@ -286,22 +309,6 @@ def test_meta_device(two: Ranks) -> None:
     assert furthest(results[0], results[1]) == 0
     assert all(torch.isfinite(w).all() for w in results[0]["weights"].values())
     assert results[0]["weights"]["net.head.weight"].std() > 0.1
-
-
-class ShardsItself(Module):
-    """Calls fully_shard in configure_model, as ModelParallelStrategy asks for."""
-
-    def configure_model(self) -> None:
-        if not torch.distributed.is_initialized():
-            return
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        if isinstance(self.net, FSDPModule):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for block in self.net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
 
 
 class ShardsHalf(ShardsItself):

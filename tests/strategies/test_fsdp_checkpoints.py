@@ -1,0 +1,188 @@
+"""Sharded checkpoints: exact on any number of ranks, exchanged with other strategies, complete or refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import Module
+from sharded import (
+    Deep,
+    Ranks,
+    ShardsItself,
+    Wide,
+    assert_same_states,
+    furthest,
+    train,
+    train_forge,
+    train_fsdp2,
+)
+from torch.optim import AdamW
+
+import lightning_memopt as memopt
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": partial(AdamW, lr=3e-3),
+    "adamw8bit": partial(memopt.AdamW8bit, lr=3e-3),
+    "gefen": partial(memopt.Gefen, lr=3e-3),
+}
+FORMATS = {"folder": {"save_distributed_checkpoint": True}, "file": {"save_distributed_checkpoint": False}}
+# All steps see one batch: Lightning starts the data anew on resume.
+FIVE, TEN = {"batches": 1, "max_steps": 5}, {"batches": 1, "max_steps": 10}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    started: dict[int, Ranks] = {size: Ranks(size) for size in (1, 2)}
+    yield started
+    for group in started.values():
+        group.stop()
+
+
+def wide(optimizer: str) -> Any:
+    return partial(Module, net=Wide, optimizer=OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_reshard(ranks: dict[int, Ranks], optimizer: str, form: str, tmp_path: Path) -> None:
+    """2 → 1, 1 → 2 and 2 → 2: states are the saved ones to the last bit, and training goes on as if uninterrupted."""
+    make, strategy = wide(optimizer), FORMATS[form]
+    for before, after in ((2, 1), (1, 2), (2, 2)):
+        path = tmp_path / f"{before}{after}.ckpt"
+        saved = ranks[before](train, make, strategy, save=path, **FIVE)[0]
+        assert path.is_dir() == (form == "folder")
+        loaded = ranks[after](train, make, strategy, ckpt_path=path, **FIVE)[0]
+        assert loaded["step"] == 5
+        assert_same_states(saved, loaded)
+        resumed = ranks[after](train, make, strategy, ckpt_path=path, **TEN)[0]
+        whole = ranks[after](train, make, strategy, **TEN)[0]
+        assert resumed["step"] == 10
+        assert furthest(resumed, whole) <= (1e-6 if before == after or optimizer == "adamw" else 1e-3)
+        if before == after:
+            assert_same_states(resumed, whole)
+
+
+def test_four_to_two(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """Short and empty shards, and replicas."""
+    four = Ranks(4)
+    try:
+        make = partial(Module, net=Deep)
+        for i, strategy in enumerate(({}, {"replicate": 2})):
+            path = tmp_path / f"{i}.ckpt"
+            saved = four(train, make, strategy, save=path, **FIVE)[0]
+            assert_same_states(saved, ranks[2](train, make, ckpt_path=path, **FIVE)[0])
+            assert_same_states(saved, four(train, make, {"replicate": 2 - i}, ckpt_path=path, **FIVE)[0])
+    finally:
+        four.stop()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_to_and_from_plain_fsdp2(ranks: dict[int, Ranks], form: str, tmp_path: Path) -> None:
+    """Lightning's own strategy and torch's own AdamW read what is written here, and the other way round."""
+    make, two = partial(ShardsItself, net=Deep), ranks[2]
+    full = form == "file"
+    here, there = tmp_path / "here.ckpt", tmp_path / "there.ckpt"
+    saved = two(train, make, FORMATS[form], save=here, **FIVE)[0]
+    assert_same_states(saved, two(train_fsdp2, make, full=full, ckpt_path=here, **FIVE)[0])
+    saved = two(train_fsdp2, make, full=full, save=there, **FIVE)[0]
+    assert_same_states(saved, two(train, make, FORMATS[form], ckpt_path=there, **FIVE)[0])
+    resumed = two(train, make, FORMATS[form], ckpt_path=there, **TEN)[0]
+    assert furthest(resumed, two(train_fsdp2, make, full=full, **TEN)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_to_and_from_one_device(ranks: dict[int, Ranks], optimizer: str, tmp_path: Path) -> None:
+    """A single file moves between `forge` and `forge_fsdp`."""
+    make, strategy = wide(optimizer), FORMATS["file"]
+    here, there = tmp_path / "here.ckpt", tmp_path / "there.ckpt"
+    saved = ranks[2](train, make, strategy, save=here, **FIVE)[0]
+    assert_same_states(saved, train_forge(make, ckpt_path=here, **FIVE))
+    saved = train_forge(make, save=there, **FIVE)
+    assert_same_states(saved, ranks[2](train, make, strategy, ckpt_path=there, **FIVE)[0])
+
+
+def test_whole_moments_become_codes(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """AdamW's checkpoint continues under AdamW8bit and Gefen; codes are not taken for moments."""
+    two, path = ranks[2], tmp_path / "a.ckpt"
+    saved = two(train, wide("adamw"), save=path, **FIVE)[0]
+    for optimizer in ("adamw8bit", "gefen"):
+        loaded = two(train, wide(optimizer), ckpt_path=path, **FIVE)[0]
+        state = loaded["states"]["net.blocks.0.0.weight"]
+        assert state["exp_avg"].dtype == torch.uint8 and state["step"] == 5
+        assert two(train, wide(optimizer), ckpt_path=path, **TEN)[0]["step"] == 10
+        assert furthest(saved, loaded) == 0
+    coded = tmp_path / "b.ckpt"
+    two(train, wide("adamw8bit"), save=coded, **FIVE)
+    for error in two.attempt(train, wide("adamw"), ckpt_path=coded, **FIVE):
+        assert isinstance(error, memopt.UnsupportedError) and "uint8 codes" in str(error)
+
+
+def test_float32_moments_of_bf16_weights(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """They are not rounded on the way."""
+    strategy, options = {"state_dtype": "float32"}, {"precision": "bf16-true"}
+    for form in FORMATS.values():
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.ckpt"
+        saved = ranks[2](train, wide("adamw"), strategy | form, save=path, **options, **FIVE)[0]
+        assert saved["states"]["net.head.weight"]["exp_avg"].dtype == torch.float32
+        loaded = ranks[1](train, wide("adamw"), strategy | form, ckpt_path=path, **options, **FIVE)[0]
+        assert_same_states(saved, loaded)
+
+
+class Dies(pl.Callback):
+    """Kills rank 1 while the second checkpoint is written, or in the middle of a backward pass."""
+
+    def __init__(self, when: str, path: Path) -> None:
+        self.when, self.path = when, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.save_checkpoint(self.path)
+        if batch_idx == 4 and self.when == "save":
+            if trainer.global_rank == 1:
+                trainer.strategy.barrier = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            trainer.save_checkpoint(self.path)
+        if batch_idx == 4 and self.when == "backward" and trainer.global_rank == 1:
+            module.net.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("when", ["save", "backward"])
+def test_killed_rank_leaves_the_last_complete_checkpoint(ranks: dict[int, Ranks], when: str, tmp_path: Path) -> None:
+    """The other rank ends with an error, and the folder is the one of three steps, whole."""
+    path = tmp_path / "last.ckpt"
+    doomed = Ranks(2)
+    try:
+        results = doomed.attempt(train, partial(Module, net=Deep), callbacks=[Dies(when, path)], max_steps=8)
+    finally:
+        doomed.stop()
+    assert isinstance(results[0], RuntimeError) and isinstance(results[1], EOFError)
+    resumed = ranks[1](train, partial(Module, net=Deep), ckpt_path=path, max_steps=4)[0]
+    assert resumed["step"] == 4
+    expected = ranks[1](train, partial(Module, net=Deep), max_steps=3)[0]
+    loaded = ranks[1](train, partial(Module, net=Deep), ckpt_path=path, max_steps=3)[0]
+    assert furthest(expected, loaded) <= 1e-6
+    if when == "save":
+        partly = tmp_path / "last.ckpt.partial"
+        assert partly.is_dir()
+        (error,) = ranks[1].attempt(train, partial(Module, net=Deep), ckpt_path=partly)
+        assert isinstance(error, memopt.UnsupportedError) and "not a complete checkpoint" in str(error)
+
+
+def test_incomplete_folders_are_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """Whichever of the closing files is missing; and a checkpoint of another optimizer or module says so."""
+    two, make, path = ranks[2], partial(Module, net=Deep), tmp_path / "a.ckpt"
+    two(train, make, save=path, **FIVE)
+    for missing in ("meta.pt", ".metadata"):
+        broken = tmp_path / f"without{missing}"
+        shutil.copytree(path, broken)
+        (broken / missing).unlink()
+        for error in two.attempt(train, make, ckpt_path=broken, **FIVE):
+            assert isinstance(error, memopt.UnsupportedError) and "Resume from the one before" in str(error)
