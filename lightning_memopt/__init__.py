@@ -7,6 +7,7 @@ from lightning_memopt.callbacks.smet import SMET
 from lightning_memopt.errors import MemOptError, NonFiniteError, UnsupportedError, UpdateError
 from lightning_memopt.optim import AdamW8bit, Gefen, Lion
 from lightning_memopt.optim.gefen import gefen
+from lightning_memopt.planning import plan
 from lightning_memopt.strategies import ForgeFSDPStrategy, ForgeStrategy, fused_step, register
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "UpdateError",
     "fused_step",
     "gefen",
+    "plan",
 ]
 
 register()

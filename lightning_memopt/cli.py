@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -145,8 +146,12 @@ def main(args: list[str] | None = None) -> None:
 
 def run_command(name: str, args: list[str]) -> None:
     """Run one of our own commands: the options are the function's parameters, with dashes or underscores."""
-    flags = [_with_underscores(arg) if arg.startswith("--") else arg for arg in args]
     command = COMMANDS[name]
+    switches = {f"--{p.name}" for p in inspect.signature(command).parameters.values() if isinstance(p.default, bool)}
+    flags = [_with_underscores(arg) if arg.startswith("--") else arg for arg in args]
+    for i, flag in enumerate(flags):
+        if flag in switches and (i + 1 == len(flags) or flags[i + 1].startswith("--")):
+            flags[i] = f"{flag}=true"
     summary = (command.__doc__ or "").split("\n\n    Args:")[0]
     parser = ShortErrorParser(prog=f"memopt {name}", description=" ".join(summary.split()))
     parser.add_function_arguments(command, as_group=False)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from lightning_memopt.commands.bench import bench
 from lightning_memopt.commands.export import export
 from lightning_memopt.commands.generate import generate
+from lightning_memopt.commands.plan import plan
 
-COMMANDS: dict[str, Callable[..., None]] = {"bench": bench, "generate": generate, "export": export}
+COMMANDS: dict[str, Callable[..., None]] = {"bench": bench, "plan": plan, "generate": generate, "export": export}
 
 __all__ = ["COMMANDS"]

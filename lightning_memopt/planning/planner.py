@@ -1,0 +1,322 @@
+"""Peak memory of a training step, by kind and for each way of training, before the run and without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.errors import MemOptError
+from lightning_memopt.planning.live import ROUNDING
+from lightning_memopt.planning.methods import METHODS, Groups, Holds, PlannedMethod, forged, stepped
+from lightning_memopt.planning.result import RESERVE, Kinds, MethodPlan, Plan
+from lightning_memopt.planning.trace import Route, Trace, trace
+from lightning_memopt.rules import RULES
+from lightning_memopt.run_config import WEIGHT_DTYPES, RunConfig
+
+DEFAULT_METHODS = (
+    "adamw",
+    "adamw_foreach",
+    "bnb_adamw8bit",
+    "forge_adamw",
+    "forge_adamw8bit",
+    "forge_gefen",
+    "forge_adamw_smet",
+    "forge_adamw8bit_smet",
+    "forge_gefen_smet",
+)
+CONFIGURED = "configured"
+
+
+def plan(
+    source: str | Path | pl.LightningModule,
+    batch: Any = None,
+    *,
+    memory: str | int | None = None,
+    methods: Sequence[str] | None = None,
+    precision: str | None = None,
+    world_size: int | None = None,
+    strategy: Any = None,
+    optimizer: Optimizer | None = None,
+) -> Plan:
+    """Find the peak memory of a training step for several ways of training, without a GPU and without the weights.
+
+    The module's own ``training_step`` and backward pass run on tensors without data, so any architecture works that
+    does not branch on values.
+
+    Args:
+        source: A config as for ``memopt fit``, or a module.
+        batch: A training batch for the module; only shapes and dtypes matter. A config's data module gives its own.
+        memory: Of one device, in bytes or as "80GiB"; then each method is said to fit or not.
+        methods: Names of `lightning_memopt.planning.methods.METHODS`; by default plain, 8-bit and fused optimizers.
+        precision: The Trainer's; a config's own by default, else "32-true".
+        world_size: Devices that shard the model. By default those of a config whose strategy shards, else 1.
+        strategy: A `ForgeStrategy`, or "forge": its options, and a first line for the configuration itself. A config's
+            own by default.
+        optimizer: The optimizer that line is for; by default what the module's ``configure_optimizers`` makes.
+
+    Raises:
+        MemOptError: The module needs values or a Trainer, or a name is unknown.
+    """
+    with _quiet():
+        return _plan(source, batch, parse_memory(memory), methods, precision, world_size, strategy, optimizer)
+
+
+def _plan(
+    source: str | Path | pl.LightningModule,
+    batch: Any,
+    limit: int | None,
+    methods: Sequence[str] | None,
+    precision: str | None,
+    world_size: int | None,
+    strategy: Any,
+    optimizer: Optimizer | None,
+) -> Plan:
+    config = None
+    if isinstance(source, pl.LightningModule):
+        if batch is None:
+            raise MemOptError("plan(module, batch): a module needs a batch to run on.")
+        module, name = on_meta(source, precision), type(source).__name__
+    else:
+        config = RunConfig.read(source)
+        precision, name = precision or config.precision, config.path.stem
+        module, data = config.build("meta")
+        strategy = strategy if strategy is not None else config.trainer.strategy
+        batch = batch if batch is not None else _first_batch(module, data, config)
+        if world_size is None:
+            world_size = _sharding(strategy, config)
+    precision, world_size = precision or "32-true", world_size or 1
+    vocab_size = getattr(module, "vocab_size", None)
+    groups = _groups(module)
+    chosen = {key: _known(key) for key in methods or DEFAULT_METHODS}
+    own = _configured(module, config, strategy, optimizer)
+    if own is not None:
+        chosen = {CONFIGURED: own, **chosen}
+    run = partial(
+        trace,
+        module,
+        batch,
+        autocast=torch.bfloat16 if precision in ("bf16-mixed", "16-mixed") else None,
+        checkpoint=getattr(strategy, "checkpoint", ()),
+        vocab_size=vocab_size,
+    )
+    traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}
+    count = _batch_size(batch)
+    shards = _Shards(module, world_size)
+    lines = []
+    for key, method in chosen.items():
+        holds = method.holds(module, groups)
+        needs = partial(_peak, shards, traces[method.route], holds)
+        kinds, when = needs(1.0)
+        fits = largest = None
+        if limit is not None:
+            fits = kinds.total + RESERVE <= limit
+            largest = _largest(lambda size, needs=needs: needs(size / count)[0].total + RESERVE <= limit)
+        lines.append(MethodPlan(key, method.label, kinds, when, fits, largest))
+    parameters = sum(param.numel() for param in module.parameters())
+    return Plan(name, parameters, count, _tokens(batch), precision, world_size, limit, tuple(lines))
+
+
+def parse_memory(memory: str | int | None) -> int | None:
+    """Bytes of "80GiB", "80 GB", "81920MiB" or a number."""
+    if memory is None or isinstance(memory, int):
+        return memory
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", memory, flags=re.IGNORECASE)
+    if match is None:
+        raise MemOptError(f"--memory {memory}: write it like 80GiB.")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary or not prefix else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def on_meta(module: pl.LightningModule, precision: str | None) -> pl.LightningModule:
+    """A copy of a module on the meta device, in the dtype the precision trains in; no weight is copied."""
+    dtype = WEIGHT_DTYPES.get(precision or "")
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    twin = copy.deepcopy(module, memo)
+    return twin.to(dtype) if dtype is not None else twin
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that Lightning prints for every Trainer."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class _Shards:
+    """Bytes of the module's weights on one of `world_size` devices, and of what is gathered to run a block."""
+
+    def __init__(self, module: nn.Module, world_size: int) -> None:
+        self.world_size = world_size
+        self.all = _bytes([*module.parameters(), *module.buffers()])
+        # A block is an element of a list of modules; the block at work and the one fetched ahead are whole.
+        blocks = [
+            _bytes(child.parameters()) for part in module.modules() if isinstance(part, nn.ModuleList) for child in part
+        ]
+        rest = self.all - sum(blocks)
+        self.gathered = 2 * max(blocks, default=0) + max(rest, 0) if world_size > 1 else 0
+
+    def share(self, size: int) -> int:
+        """One device's part."""
+        return math.ceil(size / self.world_size)
+
+    @property
+    def weights(self) -> int:
+        """Resident, and gathered for the block at work."""
+        return self.share(self.all) + self.gathered
+
+
+def _peak(shards: _Shards, traced: Trace, holds: Holds, scale: float) -> tuple[Kinds, str]:
+    run, end = traced.peak(scale), traced.end.scaled(scale)
+    state = shards.share(holds.state)
+    passes = Kinds(shards.weights, state, shards.share(run.gradients) + run.factors, run.activations, run.logits, 0)
+    step = Kinds(
+        shards.share(shards.all),
+        state,
+        shards.share(end.gradients) + end.factors,
+        end.activations,
+        end.logits,
+        shards.share(holds.scratch),
+    )
+    return (passes, "forward and backward") if passes.total >= step.total else (step, "optimizer step")
+
+
+def _largest(fits: Any) -> int:
+    """The largest whole number that fits, 0 if none; fitting must be monotone."""
+    low, high = 0, 1
+    while fits(high) and high < 1 << 24:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(-(-size // ROUNDING) * ROUNDING for size in storages.values())
+
+
+def _groups(module: nn.Module) -> Groups:
+    trainable = [param for param in module.parameters() if param.requires_grad]
+    return [{"params": trainable}]
+
+
+def _known(name: str) -> PlannedMethod:
+    if name not in METHODS:
+        raise MemOptError(f"Unknown method {name}. There are {', '.join(METHODS)}.")
+    return METHODS[name]
+
+
+def _batch_size(batch: Any) -> int:
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def _tokens(batch: Any) -> int | None:
+    ids = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
+    return max((leaf.numel() for leaf in ids), default=None)
+
+
+def _first_batch(module: pl.LightningModule, data: Any, config: RunConfig) -> Any:
+    """What the first training step would get."""
+    source = data if data is not None else module
+    trainer = _trainer(config)
+    trainer.strategy.connect(module)
+    source.trainer = trainer
+    try:
+        if data is not None:
+            data.prepare_data()
+            data.setup("fit")
+        loader = source.train_dataloader()
+        return next(iter(loader))
+    finally:
+        source.trainer = None
+
+
+def _trainer(config: RunConfig | None) -> pl.Trainer:
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    length = {}
+    if config is not None:
+        length = {key: getattr(config.trainer, key) for key in ("max_steps", "max_epochs")}
+    return pl.Trainer(**options, **(length or {"max_steps": 1}))  # type: ignore[arg-type]
+
+
+def _configured(
+    module: pl.LightningModule, config: RunConfig | None, strategy: Any, optimizer: Optimizer | None
+) -> PlannedMethod | None:
+    """The run's own strategy and optimizer; None where neither a config nor an optimizer says."""
+    if config is None and optimizer is None and strategy is None:
+        return None
+    if optimizer is None:
+        optimizer = _own_optimizer(module, config)
+    if optimizer is None:
+        return None
+    clips = config is not None and bool(config.trainer.gradient_clip_val)
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "strategy_name", "auto")
+    route: Route = "stored"
+    kind, options = type(optimizer), optimizer.defaults
+    make = partial(_remake, kind, options)
+    holds: Any = partial(stepped, make)
+    if name.startswith("forge"):
+        by_value = config is not None and config.trainer.gradient_clip_algorithm == "value"
+        route = "deferred" if clips and not by_value else "fused"
+        density = None
+        for callback in (config.trainer.callbacks or []) if config is not None else []:
+            density = getattr(callback, "density", density) if type(callback).__name__ == "SMET" else density
+        holds = partial(forged, make, density=density)
+    elif kind in RULES and kind.__module__.startswith("lightning_memopt"):
+        holds = partial(forged, make)
+    label = f"this config: {name if isinstance(name, str) else 'auto'}, {kind.__name__}"
+    return PlannedMethod(label, route, holds)
+
+
+def _remake(kind: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:
+    if kind is torch.optim.AdamW and options.get("fused"):
+        options = {**options, "fused": None, "foreach": False}
+    return kind(groups, **{key: value for key, value in options.items() if key != "decoupled_weight_decay"})
+
+
+def _own_optimizer(module: pl.LightningModule, config: RunConfig | None) -> Optimizer | None:
+    module.trainer = _trainer(config)  # schedules ask how long the run is
+    try:
+        made = module.configure_optimizers()
+    except Exception as error:
+        raise MemOptError(f"configure_optimizers of {type(module).__name__} failed: {error}") from error
+    finally:
+        module.trainer = None
+    made = made.get("optimizer") if isinstance(made, dict) else made
+    while isinstance(made, list | tuple) and made:
+        made = made[0]
+    return made if isinstance(made, Optimizer) else None
+
+
+def _sharding(strategy: Any, config: RunConfig) -> int:
+    """Devices that share the model, as far as the config says."""
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__.lower()
+    devices = config.trainer.devices
+    if "fsdp" not in str(name).lower() or not str(devices).isdigit():
+        return 1
+    return int(devices) * int(config.trainer.num_nodes or 1)

@@ -1,0 +1,177 @@
+"""Running one training step on the meta device, and what it holds at its peak."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_memopt.backward import embedding, linear
+from lightning_memopt.backward.linear import SLOT
+from lightning_memopt.errors import MemOptError
+from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.planning.live import Bytes, LiveBytes
+from lightning_memopt.planning.stand_ins import stand_ins
+from lightning_memopt.run_config import default_dtype
+from lightning_memopt.strategies import checkpointing
+
+# What becomes of gradients: stored until the step; each consumed when it is complete; never formed, but consumed from
+# their factors; or kept as factors until a norm is known.
+Route = Literal["stored", "released", "fused", "deferred"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was alive over one forward and backward pass of a batch.
+
+    Attributes:
+        samples: Candidates for the peak.
+        end: What is left for the optimizer step.
+    """
+
+    samples: tuple[Bytes, ...]
+    end: Bytes
+
+    def peak(self, scale: float = 1.0) -> Bytes:
+        """The most alive at a time, for a batch `scale` times as large."""
+        return max((sample.scaled(scale) for sample in self.samples), key=sum)
+
+
+class Slots:
+    """Plays the updater's part for all parameters: takes what layers hand over, and drops or keeps it."""
+
+    queueing = False  # the traced pass is that of a step
+
+    def __init__(self, live: LiveBytes, keep: bool) -> None:
+        self.live, self.keep = live, keep
+        self.kept: list[Any] = []
+
+    def give(self, param: nn.Parameter) -> None:
+        """Make `param` known to its layers."""
+        setattr(param, SLOT, _Slot(self, param))
+
+
+@dataclass
+class _Slot:
+    updater: Slots
+    param: nn.Parameter
+    folded: bool = False
+
+    def count_use(self) -> None:
+        """Uses do not matter here."""
+
+    def take(self, dy: Tensor, x: Tensor) -> bool:
+        """Keep the pair, or where it is larger than the gradient, that."""
+        if not self.updater.keep:
+            return True
+        gradient = self.param.numel() * compute_dtype(self.param).itemsize
+        if self.folded or sum(t.numel() * t.element_size() for t in (dy, x)) > gradient:
+            if not self.folded:
+                buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
+                self.updater.live.relabel(buffer, "gradients")
+                self.updater.kept.append(buffer)
+            self.folded = True
+            return True
+        for tensor in (dy, x):
+            self.updater.live.relabel(tensor, "factors")
+        self.updater.kept.append((dy, x))
+        return True
+
+    def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
+        """Keep the looked-up rows' gradient."""
+        if self.updater.keep:
+            self.updater.live.relabel(dy, "factors")
+            self.updater.kept.append(dy)
+        return True
+
+
+def trace(
+    module: pl.LightningModule,
+    batch: Any,
+    route: Route = "stored",
+    autocast: torch.dtype | None = None,
+    checkpoint: Sequence[str] = (),
+    vocab_size: int | None = None,
+) -> Trace:
+    """Run ``training_step`` and backward on the meta device.
+
+    Args:
+        module: Its parameters lie on the meta device, in the dtype they train in.
+        batch: As the data loader's; only shapes and dtypes matter.
+        route: What becomes of gradients.
+        autocast: The lower precision of mixed precision.
+        checkpoint: Name patterns of modules that run again in backward, see `lightning_memopt.ForgeStrategy`.
+        vocab_size: By which logits are told from other activations.
+
+    Raises:
+        MemOptError: The module does something that needs values or a Trainer.
+    """
+    batch = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
+    weights = [*module.parameters(), *module.buffers()]
+    batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    live = LiveBytes([*weights, *batch_tensors], vocab_size)
+    slots = Slots(live, keep=route == "deferred")
+    changed: list[nn.Module] = []
+    handles = []
+    if route in ("fused", "deferred"):
+        changed = [*linear.install(module), *embedding.install(module)]
+    again = checkpointing.install(module, checkpoint)
+    try:
+        for param in module.parameters():
+            if param.requires_grad:
+                if route in ("fused", "deferred"):
+                    slots.give(param)
+                handles.append(param.register_post_accumulate_grad_hook(_hook(live, route)))
+        dtype = next((w.dtype for w in weights if w.is_floating_point()), torch.float32)
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            # As Lightning's bf16-true: new tensors are bf16 in training_step.
+            stack.enter_context(default_dtype(dtype if dtype.is_floating_point else torch.float32))
+            with torch.device("meta"), live, stand_ins(autocast):
+                with torch.autocast("meta"):
+                    loss = _loss(module.training_step(batch, 0))
+                live.sample()
+                loss.backward()
+                del loss
+            live.sample()
+            return Trace(tuple(live.samples), live.now)
+    except (NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
+        raise MemOptError(
+            f"{type(module).__name__}.training_step cannot be traced without data: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        checkpointing.remove(again)
+        linear.remove(changed)
+        for handle in handles:
+            handle.remove()
+        for param in module.parameters():
+            param.grad = None
+            param.__dict__.pop(SLOT, None)
+
+
+def _hook(live: LiveBytes, route: Route) -> Any:
+    def complete(param: Tensor) -> None:
+        if param.grad is None:  # its layers handed over all of it
+            return
+        live.relabel(param.grad, "gradients")
+        if route in ("released", "fused"):
+            live.sample()
+            param.grad = None
+
+    return complete
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        output = output.get("loss")
+    if not isinstance(output, Tensor):
+        raise MemOptError("training_step returned no loss: manual optimization cannot be planned.")
+    return output
