@@ -45,7 +45,7 @@ class Blocks:
     def of(cls, weight: Tensor, values: Tensor) -> Blocks:
         """From a tensor of the weight's shape and one with an element per block."""
         rows, count = values.shape
-        return cls(rows, weight.numel() // max(rows, 1), count)
+        return cls(rows, prod(weight.shape[1:]), count)
 
     @property
     def block(self) -> int:
@@ -62,7 +62,7 @@ class Blocks:
 
     def join(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Inverse of `split`."""
-        return x.reshape(self.rows, -1)[:, : self.columns].reshape(shape)
+        return x.reshape(self.rows, self.count * self.block)[:, : self.columns].reshape(shape)
 
     def spread(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """A fresh tensor of the weight's shape, from one value per block."""
