@@ -9,7 +9,8 @@ random operands. Columns, in milliseconds:
     matmul   cuBLAS dW alone
     limit    the larger of that and the bytes that the step must move (weight and moments, in and out) at the speed of a
              large copy, measured in the same run
-    torch    cuBLAS dW, then torch's fused optimizer (8-bit: bitsandbytes' update); empty where there is none
+    torch    cuBLAS dW, then torch's fused optimizer; empty where there is none. For AdamW8bit bitsandbytes' update,
+             which no graph records: there, layers of less than 0.1 ms show launch overhead
     flat     cuBLAS dW, then our own kernel on the stored gradient
     fused    ours in one kernel
 """
@@ -76,12 +77,19 @@ def theirs(name: str, weight: torch.Tensor, grad: torch.Tensor) -> Callable[[], 
             import bitsandbytes
         except ImportError:
             return None
-        return bitsandbytes.optim.AdamW8bit([param], lr=1e-5, **options).step
+        optimizer = bitsandbytes.optim.AdamW8bit([param], lr=1e-5, **options)
+        optimizer.step()
+        # Without the wait for the device that ends its `step`.
+        return lambda: optimizer.update_step(optimizer.param_groups[0], param, 0, 0)
     return None
 
 
-def captured(call: Callable[[], object], milliseconds: float = 4.0) -> tuple[Callable[[], object], int]:
-    """A graph of about so many milliseconds of calls, and their number; the plain call where it cannot be captured."""
+# Launches on a stream of its own choice, which a graph does not record.
+EAGER = {"AdamW8bit"}
+
+
+def repeated(call: Callable[[], object], graph: bool, milliseconds: float = 4.0) -> tuple[Callable[[], object], int]:
+    """About so many milliseconds of calls, as a graph or as a loop, and their number."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,16 +98,22 @@ def captured(call: Callable[[], object], milliseconds: float = 4.0) -> tuple[Cal
         start.record(), call(), stop.record()
     torch.cuda.synchronize()
     count = max(1, min(200, round(milliseconds / start.elapsed_time(stop))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def loop() -> None:
         for _ in range(count):
             call()
-    return graph.replay, count
+
+    if not graph:
+        return loop, count
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, stream=stream):
+        loop()
+    return recorded.replay, count
 
 
-def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each call."""
-    graphs = {name: captured(call) for name, call in calls.items()}
+def interleaved(calls: dict[str, Callable[[], object]], rounds: int, eager: bool) -> dict[str, float]:
+    """Median milliseconds of each call; the column "torch" without a graph if `eager`."""
+    graphs = {name: repeated(call, not (eager and name == "torch")) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, (replay, count) in graphs.items():
@@ -115,7 +129,8 @@ def copy_bandwidth() -> float:
     """Bytes per millisecond, read and written, of a copy of 2 GiB."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / interleaved({"copy": lambda: target.copy_(source)}, 10)["copy"]
+    # Not from a graph, where copies are slower.
+    return 2 * source.nbytes / tuning.interleaved([lambda: target.copy_(source)], 5, 10)[0]
 
 
 def board() -> dict[str, Any]:
@@ -147,7 +162,7 @@ def measure(rows: int, columns: int, tokens: int, name: str, bandwidth: float, r
     }
     if (step := theirs(name, weight, grad)) is not None:
         calls["torch"] = lambda: (matmul(), step())
-    times = interleaved(calls, rounds)
+    times = interleaved(calls, rounds, name in EAGER)
     state = sum(update.state[entry].nbytes for storage in update.storage for entry in storage.entries())
     limit = max(times["matmul"], 2 * (weight.nbytes + state) / bandwidth)
     for _ in range(max(1, round(30 / times["fused"]))):
