@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "no warm-up": {"bias_correction": "step", "warmup_steps": 0},
     "SMET": {},
 }
-LABELS = {"no warm-up": "dynamic, no warm-up, bias correction by step", "SMET": "SMET", "static": "static mask"}
+LABELS = {"no warm-up": "no warm-up, no ages", "SMET": "SMET"}
 BEFORE, AFTER = 20, 40  # steps around an update
 
 
