@@ -52,7 +52,7 @@ class Ranks:
         for pipe in self.pipes:
             try:
                 results.append(pipe.recv() if pipe.poll(120) else TimeoutError("no answer within 120 s"))
-            except EOFError:
+            except (EOFError, OSError):
                 results.append(EOFError("the process ended"))
         return results
 
@@ -128,6 +128,39 @@ class Deep(nn.Module):
         return self.head(torch.tanh(self.bottleneck(x)))
 
 
+class Straight(nn.Module):
+    """No layer that mixes positions."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Wide(nn.Module):
+    """Matrices large enough for 8-bit states, with rows that neither two nor four ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 70)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(70, 131), nn.Tanh(), nn.Linear(131, 70)) for _ in range(2))
+        self.head = nn.Linear(70, 11)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
 # ---------------------------------------------------------------- runs
 
 BATCH = 4
@@ -161,6 +194,41 @@ def train(
     return _train(make, made, save, inspect, **options)
 
 
+class ShardsItself(Module):
+    """Calls fully_shard in configure_model, as Lightning's ModelParallelStrategy asks for."""
+
+    def configure_model(self) -> None:
+        if not torch.distributed.is_initialized():
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if isinstance(self.net, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def train_fsdp2(make: Callable[[], Any] = partial(ShardsItself, net=Deep), **options: Any) -> dict[str, Any]:
+    """Train with Lightning's own FSDP2 strategy and torch's own optimizer step."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    size = int(os.environ["WORLD_SIZE"])
+    full = options.pop("full", False)
+    strategy = ModelParallelStrategy(
+        data_parallel_size=size, tensor_parallel_size=1, save_distributed_checkpoint=not full
+    )
+    return _train(make, strategy, options.pop("save", None), None, **options)
+
+
+def train_forge(make: Callable[[], Any], save: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train on one device, in this process."""
+    import lightning_memopt as memopt
+
+    return _train(make, memopt.ForgeStrategy(rounding="nearest"), save, None, **options)
+
+
 def train_plain(make: Callable[[], Any] = partial(Module, net=Deep), **options: Any) -> dict[str, Any]:
     """The same in this process alone, with torch's own optimizer step."""
     return _train(make, "auto", None, None, **options)
@@ -188,6 +256,17 @@ def _train(make: Any, strategy: Any, save: Any, inspect: Any, ckpt_path: Any = N
         "step": trainer.global_step,
         "said": inspect(trainer) if inspect is not None else None,
     }
+
+
+def assert_same_states(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Weights and optimizer states are equal to the last bit, in the same shapes and precisions."""
+    assert furthest(a, b) == 0
+    assert a["states"].keys() == b["states"].keys()
+    for name, state in a["states"].items():
+        assert state.keys() == b["states"][name].keys(), name
+        for key, value in state.items():
+            other = b["states"][name][key]
+            assert value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu()), (name, key)
 
 
 def furthest(a: dict[str, Any], b: dict[str, Any]) -> float:

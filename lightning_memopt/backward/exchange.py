@@ -102,7 +102,7 @@ class Exchange:
 
 
 def reduce_rows(
-    dy: Tensor, x: Tensor, ranks: Ranks, dtype: torch.dtype, elements: int = BLOCK_ELEMENTS
+    dy: Tensor, x: Tensor, ranks: Ranks, dtype: torch.dtype, elements: int | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """This rank's rows of the sum over ranks of dYᵀ x, block by block, as (first row, row past the last, block).
 
@@ -113,12 +113,12 @@ def reduce_rows(
         x: This rank's x [tokens, C].
         ranks: Who takes part.
         dtype: Precision of the sums and blocks.
-        elements: Size of a block of dW, over all owners.
+        elements: Size of a block of dW, over all owners; None for `BLOCK_ELEMENTS`.
     """
     total, columns = dy.shape[1], x.shape[1]
     per = shard_rows(total, ranks.shards)
     first, last = ranks.rows(total)
-    step = max(1, elements // max(1, ranks.shards * columns))
+    step = max(1, (elements or BLOCK_ELEMENTS) // max(1, ranks.shards * columns))
     flying: tuple[int, Tensor, Tensor, dist.Work] | None = None
     for start in range(0, per, step):
         rows = min(step, per - start)

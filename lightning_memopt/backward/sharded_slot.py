@@ -7,7 +7,7 @@ that autograd stores are averaged over ranks into ``grad`` of the sharded one, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,12 +129,13 @@ class ShardedSlot(Slot):
         self.factors.append(factors)
         self.versions.append(factors[1]._version)
 
-    def add_rows(self, start: int, stop: int, block: Tensor) -> None:
-        """Add rows of dW, summed over ranks, to the buffer."""
+    def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
+        """Add rows of dW, summed over ranks, to the buffer; a rank without rows has an empty one, so that all have it."""
         if self.buffer is None:
             weight = self.weight
             self.buffer = torch.zeros(weight.shape, dtype=compute_dtype(weight), device=weight.device)
-        self.buffer[start:stop] += block
+        for start, stop, block in blocks:
+            self.buffer[start:stop] += block
 
     def hold_gradient(self) -> None:
         """Take FSDP2's average as the sum that the other parts are."""

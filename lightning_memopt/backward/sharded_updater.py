@@ -163,8 +163,7 @@ class ShardedUpdater(Updater):
             self._settle(slot, apply_slabs(self._begin(slot), blocks, self.kernel))
             return
         # A block that was consumed cannot be taken back: one that may not be finite waits for the others.
-        for start, stop, block in blocks:
-            slot.add_rows(start, stop, block)
+        slot.add_blocks(blocks)
         if complete:
             self._update(slot)
 

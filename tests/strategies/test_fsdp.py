@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import OPTIMIZERS, Module, Net, next_token_loss
-from sharded import BATCH, Deep, Ranks, ShardsItself, Wide, furthest, train, train_forge, train_plain
+from sharded import BATCH, Deep, Ranks, ShardsItself, Straight, Wide, furthest, train, train_forge, train_plain
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -170,22 +170,6 @@ def uneven_loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
         length = (2, 5)[i if rank is None else rank]
         losses.append(next_token_loss(net, [part[:, :length], goal[:, :length]]))
     return torch.stack(losses).mean()
-
-
-class Straight(nn.Module):
-    """No layer that mixes positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
-        self.head = nn.Linear(7, 11)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Interleaved(Module):

@@ -1,0 +1,193 @@
+"""Exchange and reduce on their own: right sums, counted bytes, bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Module
+from sharded import Ranks, Straight, train
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt.backward import exchange, traffic
+from lightning_memopt.backward.exchange import Exchange, reduce_rows
+
+TOKENS = (3, 5, 0)
+SHAPES = [(7, 5), (3, 4), (1, 2), (2, 9), (9, 1)]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
+def join_group() -> exchange.Ranks:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    return exchange.Ranks(world, world, None, size, size, rank)
+
+
+def factors_of(rank: int, shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return tuple(torch.randn(tokens, n, generator=generator).to(dtype) for n in shape)  # type: ignore[return-value]
+
+
+def summed(dtype: torch.dtype) -> None:
+    """Both ways give this rank's rows of the sum; uneven tokens, short and empty shards."""
+    ranks = join_group()
+    for shape in SHAPES:
+        mine = factors_of(ranks.index, shape, dtype, TOKENS[ranks.index])
+        pairs = [factors_of(rank, shape, dtype, TOKENS[rank]) for rank in range(ranks.size)]
+        whole = sum(dy.double().t() @ x.double() for dy, x in pairs)
+        assert isinstance(whole, Tensor)
+        start, stop = ranks.rows(shape[0])
+        dy, x = Exchange(*mine, max(TOKENS), ranks).wait()
+        torch.testing.assert_close(dy.double().t() @ x.double(), whole[start:stop], rtol=1e-12, atol=1e-12)
+        for elements in (1, 2 * 3 * shape[1], 10**6):
+            rows = torch.full((stop - start, shape[1]), torch.nan)
+            for first, last, block in reduce_rows(*mine, ranks, torch.float32, elements):
+                rows[first:last] = block
+            torch.testing.assert_close(rows.double(), whole[start:stop], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums(three: Ranks, dtype: torch.dtype) -> None:
+    three(summed, dtype)
+
+
+class Counter:
+    """Stands in for this module's collectives, counting what a rank receives from others."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank, self.received = size, rank, 0
+        self.plain = exchange.all_gather, exchange.all_to_all, exchange.reduce_scatter
+
+    def all_gather(self, out: Tensor, mine: Tensor, **options: Any) -> Any:
+        self.received += out.nbytes - mine.nbytes
+        return self.plain[0](out, mine, **options)
+
+    def all_to_all(self, out: Tensor, mine: Tensor, **options: Any) -> Any:
+        splits = options["output_split_sizes"]
+        self.received += out.nbytes - splits[self.rank] * out.element_size()
+        return self.plain[1](out, mine, **options)
+
+    def reduce_scatter(self, out: Tensor, mine: Tensor, **options: Any) -> Any:
+        self.received += out.nbytes * (self.size - 1)
+        return self.plain[2](out, mine, **options)
+
+
+def counted(dtype: torch.dtype) -> list[tuple[int, int]]:
+    """(predicted, counted) for each shape and way."""
+    ranks = join_group()
+    counter, tokens, pairs = Counter(ranks.size, ranks.index), 4, []
+    names = ("all_gather", "all_to_all", "reduce_scatter")
+    for name in names:
+        setattr(exchange, name, getattr(counter, name))
+    try:
+        for shape in SHAPES:
+            mine = factors_of(ranks.index, shape, dtype, tokens)
+            counter.received = 0
+            Exchange(*mine, tokens, ranks).wait()
+            predicted = traffic.exchange_bytes(shape, tokens, ranks.size, ranks.shards, dtype.itemsize)
+            pairs.append((predicted, counter.received))
+            counter.received = 0
+            list(reduce_rows(*mine, ranks, torch.float32))
+            pairs.append((traffic.reduce_bytes(shape, ranks.size, ranks.shards), counter.received))
+    finally:
+        for name, plain in zip(names, counter.plain, strict=True):
+            setattr(exchange, name, plain)
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predicted_bytes_are_those_counted(three: Ranks, dtype: torch.dtype) -> None:
+    """On ranks with full shards; those with short ones receive less."""
+    results = three(counted, dtype)
+    assert all(predicted == received for predicted, received in results[0])
+    assert all(predicted >= received for pairs in results for predicted, received in pairs)
+
+
+def test_cheaper_route() -> None:
+    """Few tokens or ranks: exchange. Many: reduce. Never by the rank's own view."""
+    layer = (14336, 4096)
+    assert traffic.cheaper_route(layer, 512, 8, 8, 2) == "exchange"
+    assert traffic.cheaper_route(layer, 8192, 8, 8, 2) == "reduce"
+    assert traffic.cheaper_route(layer, 512, 512, 512, 2) == "reduce"
+    assert traffic.reduce_bytes((8, 4), 4, 2) == 4 * 4 * 4 + 4 * 4 * 4  # reduce-scatter, all-reduce of two replicas
+
+
+def test_table_in_the_docs_is_the_computed_one() -> None:
+    page = Path(__file__).parents[2] / "docs" / "sharding.md"
+    assert traffic.table() in page.read_text()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes, besides FSDP2's own buffers for the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.name = ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not str(function).startswith(
+            ("fsdp.", "c10d.", "aten.empty.", "aten.as_strided", "aten.detach", "aten.view", "aten.t.")
+        ):
+            for out in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(out, Tensor) and out.numel() > self.elements:
+                    self.elements, self.name = out.numel(), str(function)
+        return result
+
+
+WIDTH = 64
+
+
+class Watched(Module):
+    """Its backward pass is watched."""
+
+    def __init__(self) -> None:
+        super().__init__(net=partial(Straight, WIDTH))
+        self.largest = Largest()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.largest:
+            super().backward(loss, *args, **kwargs)
+
+
+def largest(trainer: Any) -> tuple[int, str]:
+    return trainer.lightning_module.largest.elements, trainer.lightning_module.largest.name
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_no_weight_gradient_is_formed(three: Ranks, options: dict[str, Any]) -> None:
+    """By exchange nothing in backward has the size of a [64, 64] gradient, not even of a rank's shard and its state.
+
+    By reduce, the only such tensor is the block, whose size is set.
+    """
+    shard, whole = traffic.shard_rows(WIDTH, 3) * WIDTH, WIDTH * WIDTH
+    results = three(train, Watched, {"route": "exchange"}, None, largest, **options)
+    assert all(elements <= shard for elements, _ in said(results)), results[0]["said"]
+    three(bound_blocks, 6 * WIDTH)
+    results = three(train, Watched, {"route": "reduce"}, None, largest, **options)
+    assert all(elements <= shard for elements, _ in said(results)), results[0]["said"]
+    three(bound_blocks, 1 << 23)
+    results = three(train, Watched, {"route": "reduce"}, None, largest, **options)
+    assert all(elements >= whole for elements, _ in said(results)), results[0]["said"]
+
+
+def said(results: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [result["said"] for result in results]
+
+
+def bound_blocks(elements: int) -> None:
+    exchange.BLOCK_ELEMENTS = elements
