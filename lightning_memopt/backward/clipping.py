@@ -67,16 +67,11 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
             squares.append(squared_norm_lookup(*lookup, dtype).to(device) * slot.mean**2)
             continue
         slot.fold_lookups()
-        stored = slot.buffer
-        if stored is None:
-            stored = slot.grad
-        elif slot.grad is not None:
-            stored = stored.add_(slot.grad)
-            slot.grad = None
-        if slot.sparse is None:
-            square = squared_norm(slot.factors, stored, dtype)
+        if slot.sparse is not None:
+            parts = (slot.factors, slot.stored, slot.sparse.buffer, dtype)
+            square = squared_norm_active(tuple(slot.weight.shape), slot.sparse.bits, *parts)
         else:
-            square = squared_norm_active(slot.factors, stored, dtype, slot.sparse.bits)
+            square = squared_norm(slot.factors, slot.stored, dtype)
         squares.append(square.to(device) * slot.mean**2)
     norms = total(torch.stack(squares)).sqrt()
     return Norms(torch.linalg.vector_norm(norms), dict(zip((slot.name for slot in slots), norms, strict=True)))

@@ -97,6 +97,8 @@ class Slot:
     def pending(self) -> bool:
         """Whether any part of a gradient waits."""
         parts = (self.buffer, self.grad, self.param.grad)
+        if self.sparse is not None and self.sparse.buffer is not None:
+            return True
         return bool(self.factors or self.lookups) or any(part is not None for part in parts)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -166,13 +168,19 @@ class Slot:
         self.hold_gradient()
         self._check_inputs()
         self.fold_lookups()
-        factors, stored = self.factors, self.buffer
-        if stored is None:
-            stored = self.grad
-        elif self.grad is not None:
-            stored = stored.add_(self.grad)
+        factors, stored = self.factors, self.stored
+        accumulated = self.sparse.buffer if self.sparse is not None else None
         self.drop()
+        if self.sparse is not None:
+            self.sparse.stored = accumulated
         return factors, stored
+
+    @property
+    def stored(self) -> Tensor | None:
+        """What is stored of the gradient at full shape."""
+        if self.buffer is not None and self.grad is not None:
+            self.buffer, self.grad = self.buffer.add_(self.grad), None
+        return self.grad if self.buffer is None else self.buffer
 
     def fold(self, always: bool = False) -> bool:
         """Turn factors into one accumulated gradient, if they take more memory than it does (or already did).
@@ -187,6 +195,13 @@ class Slot:
         weight, dtype = self.weight, compute_dtype(self.param)
         held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
         held += sum(dy.numel() * dy.element_size() for dy, *_ in self.lookups)
+        if self.sparse is not None and self.sparse.accumulates:
+            if held <= self.sparse.active * dtype.itemsize and self.sparse.buffer is None and not always:
+                return False
+            self._check_inputs()
+            first = self.sparse.fold(self.factors, dtype)
+            self.factors, self.versions = [], []
+            return first
         limit = weight.numel() * dtype.itemsize
         if held <= limit and self.buffer is None and not always:
             return False
@@ -204,6 +219,8 @@ class Slot:
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
         self.factors, self.versions, self.lookups, self.buffer, self.grad = [], [], [], None, None
+        if self.sparse is not None:
+            self.sparse.buffer = self.sparse.stored = None
 
     def clear(self) -> None:
         """Forget the step."""

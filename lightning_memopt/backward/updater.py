@@ -425,14 +425,15 @@ class Updater:
             self._settle(slot, apply_embedding(update, indices, dy, self.kernel, None if padding < 0 else padding))
             return
         factors, grad = slot.collect()
-        if not factors and grad is None:
+        accumulated = slot.sparse is not None and slot.sparse.stored is not None
+        if not factors and grad is None and not accumulated:
             return
         if grad is not None and grad.layout != torch.strided:
             raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
         update = self._begin(slot, coefficient)
         if not self._sound(slot, factors, grad):
             finite = False
-        elif factors:
+        elif factors or accumulated:
             finite = apply_factors(update, factors, grad, self.kernel)
         else:
             assert grad is not None

@@ -72,6 +72,7 @@ class Active:
         cohort: uint8 [active], cohort of each active weight.
         ages: Their scalars in this step.
         growth: Where to collect the gradient of inactive weights, or None.
+        stored: A part of the gradient that was accumulated for active weights only, [active], or None.
     """
 
     bits: Tensor
@@ -79,6 +80,7 @@ class Active:
     cohort: Tensor
     ages: Ages
     growth: Largest | None = None
+    stored: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

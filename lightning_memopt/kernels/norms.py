@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, pieces, slabs
-from lightning_memopt.sparsity.bits import unpack
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, slabs
+from lightning_memopt.kernels.sparse_gradient import active_slabs
 
 # Tokens of a look-up whose products with all others are formed at a time.
 LOOKUP_ROWS = 1024
@@ -39,12 +39,21 @@ def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.d
     return total
 
 
-def squared_norm_active(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """As `squared_norm`, over the weights that a mask (`lightning_memopt.sparsity.bits`) holds; always by slabs."""
-    columns = factors[0][1].shape[1] if factors else grad.shape[1]  # type: ignore[union-attr]
+def squared_norm_active(
+    shape: tuple[int, ...],
+    bits: Tensor,
+    factors: Sequence[Factors],
+    grad: Tensor | None,
+    stored: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `squared_norm`, over the active weights of a sparse one; arguments of `sparse_gradient.active_slabs`."""
+    if stored is not None and not factors and grad is None:
+        return torch.linalg.vector_norm(stored, dtype=dtype).square()
     total = torch.zeros((), dtype=dtype, device=bits.device)
-    for start, stop, slab in pieces(factors, grad, dtype, max(1, SLAB_ELEMENTS // columns)):
-        active = slab.reshape(-1)[unpack(bits, start * columns, stop * columns)]
+    rows = max(1, SLAB_ELEMENTS // shape[1])
+    for _, _, slab, mask in active_slabs(shape, bits, factors, grad, stored, dtype, rows):
+        active = torch.where(mask, slab, 0)
         total += torch.dot(active, active)
     return total
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, pieces
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
+from lightning_memopt.kernels.sparse_gradient import active_slabs
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.sparsity.bits import unpack
 
 # Elements of a slab of dW in float32 on a GPU: 16 MiB.
 GPU_SLAB_ELEMENTS = 1 << 22
@@ -47,17 +47,18 @@ def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, r
     """Take one step by Triton kernels; non-finite elements are left out and set ``update.nonfinite``."""
     from lightning_memopt.kernels import sparse_triton
 
-    active, columns = update.active, update.weight.shape[1]
+    active, (height, columns) = update.active, update.weight.shape
     assert active is not None
     if active.ages.table is None:
         table = torch.tensor(active.ages.rows, dtype=torch.float32)
         cuda = update.weight.is_cuda
         active.ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)
-    if fused and grad is None and active.growth is None and sparse_triton.fuses(update):
+    whole = grad is None and active.stored is None and active.growth is None
+    if fused and whole and sparse_triton.fuses(update):
         sparse_triton.apply_factors(update, factors)
         return
-    for start, stop, slab in pieces(factors, grad, torch.float32, rows):
+    dtype = torch.float32
+    for start, _, slab, mask in active_slabs((height, columns), active.bits, factors, grad, active.stored, dtype, rows):
         if active.growth is not None:
-            mask = unpack(active.bits, start * columns, stop * columns)
-            active.growth.add(start * columns, slab.reshape(-1), mask)
-        sparse_triton.apply_slab(update, slab, start)
+            active.growth.add(start * columns, slab, mask)
+        sparse_triton.apply_slab(update, slab.view(-1, columns), start)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_memopt.kernels import reference
 from lightning_memopt.kernels.active import Entries
-from lightning_memopt.kernels.slabs import Factors, finite, pieces
+from lightning_memopt.kernels.slabs import Factors, finite
+from lightning_memopt.kernels.sparse_gradient import active_slabs
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Dense
-from lightning_memopt.sparsity.bits import unpack
 
 
 @torch.no_grad()
@@ -31,14 +31,15 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows:
     active, (height, columns) = update.active, update.weight.shape
     assert active is not None
     dtype, limit = reference.compute_dtype(update.weight), update.rule.limit
+    stored = active.stored
     apart = all(isinstance(storage, Dense) for storage in update.storage)
+    if stored is not None and not (stored.abs() < limit).all():
+        return False
     if apart and rows < height and not _finite(factors, grad, dtype, rows, limit):
         return False
     taken = 0
     waiting: list[tuple[Tensor, Tensor]] = []
-    for start, stop, slab in pieces(factors, grad, dtype, rows):
-        slab = slab.reshape(-1)
-        mask = unpack(active.bits, start * columns, stop * columns)
+    for start, _, slab, mask in active_slabs((height, columns), active.bits, factors, grad, stored, dtype, rows):
         if active.growth is not None:
             active.growth.add(start * columns, slab, mask)
         at = mask.nonzero().view(-1)
@@ -53,8 +54,7 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows:
 
 def _finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int, limit: float) -> bool:
     if not factors:
-        assert grad is not None
-        return bool((grad.abs() < limit).all())
+        return grad is None or bool((grad.abs() < limit).all())
     return finite(factors, grad, dtype, rows, limit)
 
 

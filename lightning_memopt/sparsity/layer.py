@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels.active import Active, Ages, Largest
 from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
+from lightning_memopt.kernels.sparse_gradient import accumulate
 from lightning_memopt.rules.storage import Storage
 from lightning_memopt.sparsity import state as states
 from lightning_memopt.sparsity.bits import chunks, unpack
@@ -62,6 +64,8 @@ class SparseLayer:
         lr_scale: Factor of the learning rate.
         growth: Where the coming update collects gradients of inactive weights, if that is the one that decides.
         stepped: Number of the optimizer step that last updated the weight.
+        buffer: Gradients of active weights, accumulated over micro-batches, [active], or None.
+        stored: The same, handed over to the update.
     """
 
     def __init__(self, slot: Slot, density: float, settings: Settings, bits: Tensor | None = None) -> None:
@@ -78,6 +82,8 @@ class SparseLayer:
         self.lr_scale = density ** -POWERS[settings.lr_scaling]
         self.growth: Largest | None = None
         self.stepped = -1
+        self.buffer: Tensor | None = None
+        self.stored: Tensor | None = None
         self._bits = bits
         self._said: set[str] = set()
 
@@ -140,7 +146,21 @@ class SparseLayer:
     def update(self, ages: Ages) -> Active:
         """What the kernels need."""
         state = self.slot.state
-        return Active(state[MASK], state[INDEX], state[COHORT], ages, self.growth)
+        return Active(state[MASK], state[INDEX], state[COHORT], ages, self.growth, self.stored)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of active weights are all that is wanted of this step's."""
+        return self.growth is None
+
+    def fold(self, factors: Sequence[Factors], dtype: torch.dtype) -> bool:
+        """Add the gradient to `buffer`; returns whether it is the first part."""
+        first = self.buffer is None
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.active, dtype=dtype, device=self.param.device)
+        if factors:
+            accumulate(self.buffer, self.bits, factors, max(1, SLAB_ELEMENTS // self.param.shape[1]))
+        return first
 
     def ages_of_step(self) -> Ages:
         """Scalars of every cohort for the update about to be taken."""

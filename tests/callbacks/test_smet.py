@@ -519,3 +519,27 @@ def test_codes_resume_and_follow_adamw(optimizer: str, codebook: str, tmp_path: 
     both = (whole.weights[name] != 0) & (adamw.weights[name] != 0)
     moved = (adamw.weights[name] - start[name].detach())[both]
     assert (whole.weights[name] - adamw.weights[name])[both].norm() < 0.35 * moved.norm()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_accumulated_gradients_are_those_of_active_weights(clip: float | None, growth: str) -> None:
+    """Past the break-even, a buffer of active weights, or, where inactive ones are wanted too, of all."""
+    seen: list[tuple[int, bool]] = []
+
+    class Buffers(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            slot = callback.layers["net.0.weight"].slot
+            for buffer in (slot.sparse.buffer, slot.buffer):
+                if buffer is not None:
+                    seen.append((buffer.numel(), slot.sparse.growth is not None))
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 2))
+
+    callback = smet(update_every=2, growth=growth, density=0.25)
+    oracle = Oracle(callback, square_loss, 2, 4, clip=clip, accumulate=3)
+    train(callback, Module(net, loss=square_loss), callbacks=[oracle, Buffers()], steps=8, precision="64-true",
+          data=vectors(8, 60, 16), gradient_clip_val=clip, accumulate_grad_batches=3)  # fmt: skip
+    assert oracle.events >= 2 and max(oracle.worst, oracle.worst_dense) <= 1e-14
+    assert seen and all(size == (96 if collecting else 24) for size, collecting in seen)

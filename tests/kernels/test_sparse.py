@@ -11,6 +11,7 @@ from kernel_cases import BF16, DEVICES, F32, RULES, _check_dense, gradient, make
 
 from lightning_memopt.kernels import Update, sparse, sparse_reference
 from lightning_memopt.kernels.active import Active, Ages, Largest
+from lightning_memopt.kernels.sparse_gradient import accumulate
 from lightning_memopt.sparsity.bits import make_index, pack, unpack
 from lightning_memopt.sparsity.state import gather
 
@@ -121,3 +122,19 @@ def test_growth_scores_do_not_depend_on_slabs(run, device) -> None:
     wanted = scores.argsort(descending=True, stable=True)[:30]
     assert all(torch.equal(runs, wanted) for runs in found)
     assert torch.equal(unpack(update.active.bits, 0, mask.numel()).view(mask.shape), mask)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_accumulated_gradient(dtype, rows, device) -> None:
+    """A part known for active weights only, alone and with the factors of a last micro-batch."""
+    torch.manual_seed(6)
+    shape, tokens = (13, 50), 6
+    mask = random_mask(shape, 0.3, device)
+    dy, x = (torch.randn(tokens, n, device=device).to(dtype) for n in shape)
+    for factors in ((), ((dy, x),)):
+        update = sparsify(make_update("adamw", shape, device), mask)
+        update.active.stored = torch.zeros(int(mask.sum()), device=device)
+        accumulate(update.active.stored, update.active.bits, [(dy, x), (2 * dy, x)], rows)
+        torch.testing.assert_close(update.active.stored, 3 * (dy.float().t() @ x.float())[mask])
+        both(update, factors=factors, rows=rows, fused=True)
