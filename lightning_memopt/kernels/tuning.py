@@ -48,7 +48,8 @@ def default(update: Update, tokens: int) -> Config:
     """What the table says.
 
     At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
-    stages. Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens.
+    stages. Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which
+    pays in step with the moments that are moved meanwhile.
     """
     few = tokens <= FEW
     fitting = _fitting(update)
@@ -56,7 +57,8 @@ def default(update: Update, tokens: int) -> Config:
         slots = fitting[stages]
         if slots >= 4 or stages <= (4 if few else 5):
             break
-    return Config(stages, slots, 0, 1 if few else 2 if tokens <= 4 * FEW else 4)
+    high = tokens > 4 * FEW and len(update.storage) > 0
+    return Config(stages, slots, 0, 1 if few else 4 if high else 2)
 
 
 def candidates(update: Update, tokens: int) -> list[Config]:
