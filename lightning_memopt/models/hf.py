@@ -12,6 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.models import hf_layers
 from lightning_memopt.models.causal_lm import CausalLM, Schedule
 
 # Architectures whose logits are the output projection of the last hidden states and no more: no scale, no soft cap.
@@ -39,6 +40,8 @@ class HFCausalLM(CausalLM):
         chunked_loss: Form the loss a few tokens at a time instead of holding all logits
             (`lightning_memopt.models.linear_cross_entropy`); has an effect where the architecture's logits are the
             plain output projection.
+        fused_layers: Norms, gated feed-forward layers and causal masks by formulas that hold less and launch fewer
+            kernels (`lightning_memopt.models.hf_layers`), where the architecture has them; equal up to rounding.
         optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
             defaults.
         schedule: Learning rate over the optimizer steps of the whole run, after the warm-up: "cosine" falls
@@ -58,6 +61,7 @@ class HFCausalLM(CausalLM):
         architecture: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         chunked_loss: bool = True,
+        fused_layers: bool = True,
         optimizer: OptimizerCallable | None = None,
         schedule: Schedule = "cosine",
         warmup_steps: int = 0,
@@ -67,7 +71,9 @@ class HFCausalLM(CausalLM):
         # The optimizer may be any callable, which a checkpoint that loads safely cannot hold.
         self.save_hyperparameters(ignore=["optimizer"])
         self.chunked_loss = chunked_loss
+        self._fused_layers = False
         self.net = _build(name_or_path, from_config, architecture)
+        self.fused_layers = fused_layers
         if gradient_checkpointing:
             self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # A trip through JSON leaves plain types only, which load with `weights_only=True`.
@@ -79,12 +85,30 @@ class HFCausalLM(CausalLM):
         return self.net.get_input_embeddings().num_embeddings
 
     @property
+    def fused_layers(self) -> bool:
+        """Whether the layers of `lightning_memopt.models.hf_layers` are in place."""
+        return self._fused_layers
+
+    @fused_layers.setter
+    def fused_layers(self, fused: bool) -> None:
+        hf_layers.remove(self.net)
+        if fused:
+            hf_layers.install(self.net)
+        self._fused_layers = fused
+
+    @property
     def loss_head(self) -> nn.Linear | None:
         """The output projection, where logits are nothing more."""
         if not self.chunked_loss or self.net.config.model_type not in PLAIN_HEADS:
             return None
         head = self.net.get_output_embeddings()
         return head if type(head) is nn.Linear else None
+
+    def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if not self.fused_layers or self.net.config.model_type not in PLAIN_HEADS:
+            return super()._token_loss(batch)
+        with hf_layers.causal_without_looking(self.net, batch["input_ids"].shape[1]):
+            return super()._token_loss(batch)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, T, V] of ids [B, T]."""
