@@ -9,12 +9,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import reference, sparse
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, slabs
+from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, finite, slabs
 from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
@@ -38,7 +42,42 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
             stop = min(start + step, len(grad))
             finite &= reference.apply_gradient(update.rows(start, stop), grad[start:stop])
         return finite
+    if _in_triton(update, kernel):
+        from lightning_memopt.kernels import gpu
+
+        gpu.apply_gradient(update, grad)
+        return True
     return reference.apply_gradient(update, grad)
+
+
+def check_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Refuse a kernel that the device cannot run, at set-up.
+
+    Raises:
+        UnsupportedError: ``fused`` without a CUDA device or without Triton.
+    """
+    if kernel != "fused":
+        return
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"kernel='fused' needs a CUDA device, not '{device.type}'; set kernel='auto', which takes what fits."
+        )
+    if not _has_triton():
+        raise UnsupportedError("kernel='fused' needs Triton: pip install triton, or set kernel='auto'.")
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _in_triton(update: Update, kernel: Kernel) -> bool:
+    """Whether one of the Triton kernels takes this update."""
+    if kernel == "reference" or not update.weight.is_cuda or not _has_triton():
+        return False
+    from lightning_memopt.kernels import gpu
+
+    return gpu.supports(update)
 
 
 def learns(update: Update) -> bool:
@@ -50,19 +89,26 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     """Take one step on dW = sum of dYᵀ x over `factors`, plus `grad` if autograd holds a part of the sum.
 
     Returns:
-        As `apply_gradient`; `two_pass` leaves out only the rows of a slab that held a non-finite value.
+        As `apply_gradient`.
     """
     if update.active is not None:
         return sparse.apply(update, factors, grad, kernel)
+    if _in_triton(update, kernel) and not learns(update):
+        from lightning_memopt.kernels import gpu
+
+        gpu.apply_factors(update, factors, grad, kernel)
+        return True
     rows, columns = update.weight.shape
-    step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // columns)
+    step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // max(1, columns))
     if learns(update):
-        step = min(step, max(1, LEARN_ELEMENTS // columns))
+        step = min(step, max(1, LEARN_ELEMENTS // max(1, columns)))
     dtype = reference.compute_dtype(update.weight)
-    finite = True
+    if step < rows and not finite(factors, grad, dtype, step, update.rule.limit):
+        return False
     for start, stop, slab in slabs(factors, grad, dtype, step):
-        finite &= reference.apply_gradient(update.rows(start, stop), slab)
-    return finite
+        if not reference.apply_gradient(update.rows(start, stop), slab):
+            return False
+    return True
 
 
 def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: Kernel) -> bool:
