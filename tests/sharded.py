@@ -164,6 +164,7 @@ class Wide(nn.Module):
 # ---------------------------------------------------------------- runs
 
 BATCH = 4
+MAKE = partial(Module, net=Deep)
 
 
 def data(size: int, batches: int = 25) -> Any:
@@ -181,8 +182,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(
-    make: Callable[[], Any] = partial(Module, net=Deep),
-    strategy: dict[str, Any] | None = None,
+    make: Callable[[], Any] = MAKE,
+    strategy: dict[str, Any] | str | None = None,
     save: Path | None = None,
     inspect: Callable[[Any], Any] | None = None,
     **options: Any,
@@ -190,6 +191,8 @@ def train(
     """Train with `forge_fsdp` on the ranks there are; the weights, states and what `inspect` says of the trainer."""
     import lightning_memopt as memopt
 
+    if isinstance(strategy, str):
+        return _train(make, strategy, save, inspect, **options)
     made = memopt.ForgeFSDPStrategy(**({"rounding": "nearest", "timeout_seconds": 60} | (strategy or {})))
     return _train(make, made, save, inspect, **options)
 
@@ -210,7 +213,10 @@ class ShardsItself(Module):
         fully_shard(self.net, mesh=mesh)
 
 
-def train_fsdp2(make: Callable[[], Any] = partial(ShardsItself, net=Deep), **options: Any) -> dict[str, Any]:
+MAKE_SHARDED = partial(ShardsItself, net=Deep)
+
+
+def train_fsdp2(make: Callable[[], Any] = MAKE_SHARDED, **options: Any) -> dict[str, Any]:
     """Train with Lightning's own FSDP2 strategy and torch's own optimizer step."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -229,7 +235,7 @@ def train_forge(make: Callable[[], Any], save: Path | None = None, **options: An
     return _train(make, memopt.ForgeStrategy(rounding="nearest"), save, None, **options)
 
 
-def train_plain(make: Callable[[], Any] = partial(Module, net=Deep), **options: Any) -> dict[str, Any]:
+def train_plain(make: Callable[[], Any] = MAKE, **options: Any) -> dict[str, Any]:
     """The same in this process alone, with torch's own optimizer step."""
     return _train(make, "auto", None, None, **options)
 

@@ -4,13 +4,17 @@ Collectives on tensors must be issued by all ranks in one order and with sizes t
 same order if all run the same layers. Before each exchange the ranks announce which one comes and how many tokens they
 have, so that a rank that ran other layers, or raised an error, stops all of them with a message instead of a hang.
 
-The announcements go through a gloo group of their own: the host waits for the other hosts, never for a device.
+The announcements go through a gloo group of their own: the host waits for the other hosts, never for a device. A rank
+that failed also leaves its error in the ranks' common store, for those that wait elsewhere: in a collective of FSDP2,
+which ends with an error of its own when the failed process is gone or the timeout is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FAILED = -1
+# Every run has a key of its own in the store; runs are numbered alike on all ranks.
+_runs = count()
 # Seconds a failed rank waits for the others to hear of it.
-PATIENCE = 10
+PATIENCE = 3
 
 
 class Peers:
@@ -33,14 +39,19 @@ class Peers:
     Args:
         size: Number of ranks.
         timeout: Of every announcement.
+
+    Attributes:
+        describe: Puts an announcement's kind and number into words.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.size = size
+        self.describe: Callable[[int, int], str] = lambda kind, number: f"{kind}/{number}"
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._failed = False
+        self._key = f"memopt_failure_{next(_runs)}"
 
-    def announce(self, kind: int, number: int, name: str, value: int = 0, flag: bool = True) -> tuple[list[int], bool]:
+    def announce(self, kind: int, number: int, value: int = 0, flag: bool = True) -> tuple[list[int], bool]:
         """Tell the others what comes next; returns every rank's value, in rank order, and whether all flags are set.
 
         Args:
@@ -48,7 +59,6 @@ class Peers:
             number: Which one.
             value: What the others want to know of it, for example this rank's tokens.
             flag: Something that must hold on all ranks.
-            name: The same in words, for messages.
 
         Raises:
             UpdateError: Another rank failed, or is about to do something else.
@@ -62,8 +72,8 @@ class Peers:
         if any(other[:2] != [kind, number] for other in heard):
             self._failed = True
             raise UpdateError(
-                f"ranks disagree about the layer whose gradient comes next; this one has {name}. Every rank must "
-                "run the same layers in the same order in each step: tokens may differ, the path may not."
+                f"ranks disagree about what comes next in the backward pass: {self._listed(heard)}. Every rank must run "
+                "the same layers in the same order in each step: tokens may differ, the path may not."
             )
         return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)
 
@@ -71,7 +81,7 @@ class Peers:
         """Whether each flag is set on all ranks."""
         if self._group is None:
             return list(flags)
-        self.announce(kind, len(flags), "the end of the step")
+        self.announce(kind, len(flags))
         both = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(flag) for flag in both.tolist()]
@@ -82,10 +92,34 @@ class Peers:
             return
         self._failed = True
         words = f"rank {dist.get_rank(self._group)} failed: {type(error).__name__}: {error}"
-        try:
+        with suppress(RuntimeError):
+            _store().set(self._key, words)
+        with suppress(RuntimeError, ValueError):  # nobody listens any more
             self._words(self._gather([FAILED, 0, 0, 0], timedelta(seconds=PATIENCE)), words)
-        except (RuntimeError, ValueError):  # nobody listens any more
-            pass
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, an error that another rank's failure caused says so.
+
+        Raises:
+            UpdateError: With the other rank's error, instead of that of a collective.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            words = self._left_words()
+            if words is None:
+                raise
+            self._failed = True
+            raise UpdateError(words) from error
+
+    def _left_words(self) -> str | None:
+        if self._group is None or self._failed:
+            return None
+        with suppress(RuntimeError):
+            if _store().check([self._key]):
+                return _store().get(self._key).decode()
+        return None
 
     def _gather(self, header: list[int], timeout: timedelta | None = None) -> list[list[int]]:
         heard = torch.empty(self.size * len(header), dtype=torch.int64)
@@ -93,9 +127,17 @@ class Peers:
         work.wait(timeout) if timeout is not None else work.wait()
         return heard.view(self.size, -1).tolist()
 
+    def _listed(self, heard: list[list[int]]) -> str:
+        words = (f"rank {rank} has {self.describe(kind, number)}" for rank, (kind, number, *_) in enumerate(heard))
+        return ", ".join(words)
+
     def _words(self, heard: list[list[int]], words: str = "") -> str:
         """What the first of the failed ranks says."""
         box = [words]
         rank = next(rank for rank, (kind, *_) in enumerate(heard) if kind == FAILED)
         dist.broadcast_object_list(box, group=self._group, group_src=rank)
         return box[0]
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

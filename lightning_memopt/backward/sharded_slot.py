@@ -93,7 +93,7 @@ class ShardedSlot(Slot):
         return bool(self.outgoing) or super().pending
 
     @property
-    def stored(self) -> bool:
+    def awaits_average(self) -> bool:
         """Whether autograd stored a part of the gradient, which FSDP2 averages over ranks sooner or later."""
         return self.leaf.grad is not None or self.param.grad is not None
 
@@ -130,7 +130,7 @@ class ShardedSlot(Slot):
         self.versions.append(factors[1]._version)
 
     def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
-        """Add rows of dW, summed over ranks, to the buffer; a rank without rows has an empty one, so that all have it."""
+        """Add rows of dW, summed over ranks, to the buffer, which a rank without rows has as well: an empty one."""
         if self.buffer is None:
             weight = self.weight
             self.buffer = torch.zeros(weight.shape, dtype=compute_dtype(weight), device=weight.device)

@@ -70,6 +70,13 @@ class ShardedUpdater(Updater):
     def share(self, ranks: Ranks, peers: Peers, unsharded: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Say who trains together, and which unsharded parameter belongs to each sharded one."""
         self.ranks, self.peers, self._unsharded = ranks, peers, unsharded
+        peers.describe = self._describe
+
+    def _describe(self, kind: int, number: int) -> str:
+        if kind == END:
+            return "the end of the step"
+        names = [slot.name for slot in self.slots.values()]
+        return names[number] if number < len(names) else "another parameter"
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
@@ -136,9 +143,9 @@ class ShardedUpdater(Updater):
         once = slot.uses == len(slot.outgoing) == 1
         if torch._C._current_graph_task_id() != self._task:
             self._reentrant = True
-        complete = once if self._reentrant else not slot.stored
+        complete = once if self._reentrant else not slot.awaits_average
         immediate = self._stepping is not None and not self._deferred
-        self._send(slot, immediate and complete and not slot.stored)
+        self._send(slot, immediate and complete and not slot.awaits_average)
 
     @torch.no_grad()
     def _send(self, slot: ShardedSlot, complete: bool) -> None:
@@ -151,7 +158,7 @@ class ShardedUpdater(Updater):
             self._arrived(slot, complete)
             return
         bounded = dy.is_cuda or _product_below(dy, x, slot.rule.limit / ranks.size)
-        tokens, bounded = self.peers.announce(FACTORS, slot.number, slot.name, len(dy), bounded)
+        tokens, bounded = self.peers.announce(FACTORS, slot.number, len(dy), bounded)
         route = self._choose(slot, max(tokens), dy.element_size())
         if route == "exchange":
             before, self._flying = self._flying, (slot, Exchange(dy, x, max(tokens), ranks), complete)
@@ -234,7 +241,7 @@ class ShardedUpdater(Updater):
             sound = finite(factors, grad, dtype, max(1, SLAB_ELEMENTS // max(1, slot.param.shape[1])), limit)
         else:
             sound = grad is None or bool((grad.abs() < limit).all())
-        return self.peers.announce(UPDATE, slot.number, slot.name, flag=sound)[1]
+        return self.peers.announce(UPDATE, slot.number, flag=sound)[1]
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         self._outcomes.append((slot, finite))

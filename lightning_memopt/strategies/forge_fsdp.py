@@ -15,7 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
@@ -187,8 +187,15 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
-        with self.precision_plugin.train_step_context():
+        assert self._peers is not None
+        with self._peers.explained(), self.precision_plugin.train_step_context():
             return self._redirected("training_step", *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As for one device; an error that another rank caused says so."""
+        assert self._peers is not None
+        with self._peers.explained():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
