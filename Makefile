@@ -8,12 +8,13 @@ PACKAGING := pyproject.toml constraints.txt
 PYTEST_WORKERS ?= 2
 PYTEST_THREADS ?= 1
 
-.PHONY: help train test check clean
+.PHONY: help train test check readme clean
 
 help:
 	@echo "make train   install, then train a small language model (runs/quickstart)"
 	@echo "make test    install, then run every test that needs no GPU"
 	@echo "make check   install, then lint, check formatting and types"
+	@echo "make readme  put the recorded measurements into README.md and docs/results.md"
 	@echo "make clean   remove the environment, runs and caches"
 
 train: $(VENV)/.installed
@@ -26,6 +27,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+readme: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

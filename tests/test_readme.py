@@ -60,7 +60,7 @@ def test_yaml_example_trains(workdir):
 def test_commands_run(workdir, capsys):
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("memopt ")]
     verbs = [shlex.split(command)[1] for command in commands]
-    assert verbs == ["fit", "fit", "generate", "export"]
+    assert verbs == ["fit", "fit", "generate", "export", "plan", "bench"]
     steps = iter((2, 3))
     for command in commands:
         args = shlex.split(command)[1:]
@@ -68,12 +68,15 @@ def test_commands_run(workdir, capsys):
             args += [*SHORT, f"--trainer.max_steps={next(steps)}"]
         if args[0] == "generate":
             args += ["--max-new-tokens=5"]
+        if args[0] == "bench":
+            args += ["--methods=forge_adamw", "--steps=1", "--device=cpu"]
         capsys.readouterr()
         main(args)
         if args[0] == "generate":
             assert capsys.readouterr().out.startswith("def main(")
     assert Path("my-model", "model.safetensors").is_file()
     assert Path("runs", "quickstart", "loss.png").is_file()
+    assert Path("runs", "bench", "small_llama", "table.md").is_file()
 
 
 def test_make_targets_exist():

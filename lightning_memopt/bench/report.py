@@ -72,8 +72,8 @@ def caption(rows: Sequence[Cells]) -> str:
     )
 
 
-def plots(rows: Sequence[Cells], folder: Path) -> list[Path]:
-    """Memory over methods, and time and memory over tokens, as PNG."""
+def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
+    """Memory over methods, and time and memory over tokens, as PNG; names begin with `prefix`."""
     from matplotlib.figure import Figure
 
     good = [row for row in rows if row["status"] == "ok"]
@@ -93,7 +93,7 @@ def plots(rows: Sequence[Cells], folder: Path) -> list[Path]:
         axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.margins(x=0.12)
         axes.invert_yaxis()
-        made.append(folder / "memory.png")
+        made.append(folder / f"{prefix}memory.png")
         figure.savefig(made[-1], dpi=130)
     for name, column, words in (
         ("time_over_tokens.png", "step_ms", "step ms"),
@@ -112,7 +112,7 @@ def plots(rows: Sequence[Cells], folder: Path) -> list[Path]:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        made.append(folder / name)
+        made.append(folder / f"{prefix}{name}")
         figure.savefig(made[-1], dpi=130)
     return made
 
