@@ -20,7 +20,8 @@ class Job:
         tokens: Tokens per step, one after the other in the same process.
         warmup: Steps before each measurement; kernels compile and caches fill in them.
         steps: Steps measured.
-        profile: Also count the GPU's busy time and kernels, in steps of their own after all others.
+        profile: Also count the GPU's busy time and kernels, at the first number of tokens, in steps of their own after
+            all others.
         log: File for everything the process prints.
     """
 
@@ -61,7 +62,7 @@ PROFILED_STEPS = 2
 def phases(job: Job) -> list[Phase]:
     """The phases of a job. Profiling comes last, as a profiler once started may slow later launches."""
     plain = [(tokens, job.warmup, job.steps, False) for tokens in job.tokens]
-    profiled = [(tokens, 1, PROFILED_STEPS, True) for tokens in job.tokens] if job.profile else []
+    profiled = [(job.tokens[0], 1, PROFILED_STEPS, True)] if job.profile else []
     lengths = [warmup + steps for _, warmup, steps, _ in (*plain, *profiled)]
     starts = accumulate([0, *lengths[:-1]])
     return [Phase(*phase, start) for phase, start in zip((*plain, *profiled), starts, strict=True)]

@@ -70,8 +70,13 @@ class Worker:
             self.process.join()
 
 
-def run(jobs: Sequence[Job], timeout_s: float) -> Iterator[Row]:
+def run(jobs: Sequence[Job], timeout_s: float, budget_s: float = float("inf")) -> Iterator[Row]:
     """Measure the jobs in order.
+
+    Args:
+        jobs: What to measure.
+        timeout_s: For one job.
+        budget_s: For all; jobs that have not begun by then are left out, with a row that says so.
 
     Yields:
         Rows as they come in. A phase that was profiled comes a second time, with busy time and kernels filled in.
@@ -84,15 +89,22 @@ def run(jobs: Sequence[Job], timeout_s: float) -> Iterator[Row]:
             ready.append(job)
         except NotInstalledError as error:
             missing.append((job, str(error)))
+    end = time.monotonic() + budget_s
     following = Worker.start(ready[0]) if ready else None
     for index in range(len(ready)):
         current, following = following, None
         assert current is not None
+        left = end - time.monotonic()
+        if left <= 0:
+            current.process.kill()
+            for job in ready[index:]:
+                yield described(Row(status="not run: the time for all methods was up"), job)
+            break
         if index + 1 < len(ready):
             following = Worker.start(ready[index + 1])
         done: dict[int | None, Row] = {}
         try:
-            for row in current.rows(timeout_s):
+            for row in current.rows(min(timeout_s, left)):
                 if row.gpu_busy_ms is not None and row.tokens in done:
                     row = replace(done[row.tokens], gpu_busy_ms=row.gpu_busy_ms, kernels=row.kernels)
                 elif row.status != "ok" and row.tokens in done:

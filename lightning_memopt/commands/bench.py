@@ -23,6 +23,7 @@ def bench(
     profile: bool = True,
     device: Literal["auto", "cuda", "cpu"] = "auto",
     timeout: float = 120.0,
+    budget: float | None = None,
 ) -> None:
     """Train a config's model with one method after the other, each in its own process, and compare them.
 
@@ -39,6 +40,7 @@ def bench(
         profile: Also count the GPU's busy time and kernels.
         device: Where to train.
         timeout: Seconds after which a method is stopped.
+        budget: Seconds for all methods; those that have not begun by then are left out.
 
     Raises:
         MemOptError: The config or a method's name is not usable.
@@ -78,7 +80,7 @@ def bench(
         for name in names
     ]
     results = Table(folder / "results.csv")
-    for row in run(jobs, timeout):
+    for row in run(jobs, timeout, budget if budget is not None else float("inf")):
         row.precision = settings.precision
         results.add(row)
         if row.status != "ok":

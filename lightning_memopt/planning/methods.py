@@ -138,6 +138,7 @@ _RULES: dict[str, tuple[str, MakeOptimizer]] = {
 
 METHODS: dict[str, PlannedMethod] = {
     "adamw": PlannedMethod("torch AdamW, fused", "stored", fused_adamw),
+    "adamw_clip": PlannedMethod("torch AdamW, fused, clipped", "stored", fused_adamw),
     "adamw_foreach": PlannedMethod("torch AdamW, foreach", "stored", partial(stepped, partial(AdamW, foreach=True))),
     "adamw_hooks": PlannedMethod("torch AdamW, fused, in backward hooks", "released", fused_adamw),
     "bnb_adamw8bit": PlannedMethod("bitsandbytes AdamW8bit", "stored", bnb_adamw8bit),

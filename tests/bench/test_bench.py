@@ -36,10 +36,8 @@ def measure(method, **changes):
 def test_the_command_leaves_table_plots_and_logs(tmp_path, capfd):
     methods = "adamw_hooks,torchao_adamw4bit,forge_adamw_clip"
     out = tmp_path / "run"
-    main(
-        ["bench", "--config", str(SMALL), "--methods", methods, "--tokens=128,256", "--steps=2", "--device=cpu"]
-        + ["--out", str(out)]
-    )
+    short = ["--methods", methods, "--tokens=128,256", "--steps=2", "--device=cpu"]
+    main(["bench", "--config", str(SMALL), "--out", str(out), *short])
     files = {path.name for path in out.iterdir()}
     plots = {"memory.png", "time_over_tokens.png", "memory_over_tokens.png"}
     assert files == {"results.csv", "table.md", "config.yaml", "logs"} | plots
@@ -74,9 +72,9 @@ def test_the_same_rule_gives_the_same_loss_however_it_is_launched():
 
 def test_phases_follow_each_other_and_profiles_come_last():
     plan = phases(job("adamw", profile=True, warmup=3, steps=5))
-    assert [(p.tokens, p.profile) for p in plan] == [(16, False), (32, False), (16, True), (32, True)]
-    assert [p.start for p in plan] == [0, 8, 16, 19]
-    assert [p.last for p in plan] == [7, 15, 18, 21]
+    assert [(p.tokens, p.profile) for p in plan] == [(16, False), (32, False), (16, True)]
+    assert [p.start for p in plan] == [0, 8, 16]
+    assert [p.last for p in plan] == [7, 15, 18]
 
 
 def test_a_process_that_dies_or_a_config_that_fails_gets_a_row(tmp_path):
@@ -87,6 +85,11 @@ def test_a_process_that_dies_or_a_config_that_fails_gets_a_row(tmp_path):
     assert len(rows) == 1
     assert rows[0].status.startswith("failed: MemOptError: The model cannot be built")
     assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_what_has_no_time_left_is_said_not_to_have_run():
+    rows = list(run([job("adamw"), job("forge_adamw")], 60, budget_s=0))
+    assert [row.status for row in rows] == ["not run: the time for all methods was up"] * 2
 
 
 def test_failures_are_explained_in_a_line():
