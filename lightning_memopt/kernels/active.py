@@ -62,6 +62,11 @@ class Largest:
         order = scores.argsort(descending=True, stable=True)[: self.k]
         self.scores, self.runs = scores[order], runs[order]
 
+    def finish(self) -> None:
+        """Keep what a topology update needs: which runs."""
+        if self.runs is not None:
+            self.scores, self.runs = None, self.runs.int()
+
 
 @dataclass(slots=True, eq=False)
 class Active:

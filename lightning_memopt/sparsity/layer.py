@@ -187,6 +187,8 @@ class SparseLayer:
         """Count an update that was taken, in optimizer step number `step`."""
         self.slot.state[STEPS] += 1
         self.stepped = step
+        if self.growth is not None:
+            self.growth.finish()
 
     # ---------------------------------------------------------------- topology
 

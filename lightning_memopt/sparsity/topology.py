@@ -60,7 +60,7 @@ def exchange(weight: Tensor, mask: Tensor, runs: Runs, k: int, seed: int, event:
     """Choose `k` active runs to prune, those of least magnitude, and as many others to grow.
 
     Args:
-        weight: Of the layer, contiguous.
+        weight: Of the layer.
         mask: Its bits.
         runs: Its runs.
         k: At most the number of active, and of inactive, runs.
@@ -71,7 +71,7 @@ def exchange(weight: Tensor, mask: Tensor, runs: Runs, k: int, seed: int, event:
     Returns:
         Bits of the new mask.
     """
-    flat, run = weight.view(-1), runs.run
+    flat, run = weight.reshape(-1), runs.run
     wide = weight.dtype == torch.float64
     key = rounding_key(seed, event, f"smet {runs.name}")
 
@@ -89,7 +89,7 @@ def exchange(weight: Tensor, mask: Tensor, runs: Runs, k: int, seed: int, event:
 
     pruned = Smallest(magnitudes, runs.count, k, 64 if wide else 32)
     random = Smallest(noise, runs.count, k) if growth is None else None
-    listed = growth.runs[:k].sort().values if growth is not None and growth.runs is not None else None
+    listed = growth.runs[:k].long() if growth is not None and growth.runs is not None else None
 
     def part(start: int, stop: int) -> Tensor:
         kept = active(start, stop) & ~pruned.chosen(start, stop)

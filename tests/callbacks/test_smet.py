@@ -19,6 +19,8 @@ from torch.optim import SGD, AdamW
 import lightning_memopt as memopt
 from lightning_memopt.sparsity import state as states
 
+# Many tests update the topology more often than anyone would.
+pytestmark = pytest.mark.filterwarnings("ignore:SMET. warmup_steps")
 NEAREST = partial(memopt.ForgeStrategy, rounding="nearest")
 SPARSE = ("net.up.weight", "net.down.weight")
 
@@ -402,6 +404,15 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     """Before anything is trained."""
     with pytest.raises(memopt.UnsupportedError, match=words):
         train(smet(**options), steps=1)
+
+
+def test_captured_steps_are_refused() -> None:
+    """A graph would replay the masks of its capture."""
+    with pytest.raises(memopt.UnsupportedError, match="Use cuda_graph=False"):
+        train(smet(), strategy=memopt.ForgeStrategy(cuda_graph=True), steps=1)
+    strategy = memopt.ForgeStrategy(cuda_graph="auto")
+    train(smet(), strategy=strategy, steps=1)
+    assert strategy.cuda_graph is False
 
 
 def test_two_are_refused() -> None:
