@@ -36,6 +36,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     Args:
         kernel: "fused", "two_pass" or "auto", which takes the faster one (`kernels.tuning`).
     """
+    if not update.weight.numel():
+        return
     if grad is not None:
         # No kernel of ours adds a stored gradient faster than the two passes do.
         if kernel == "fused":
@@ -68,8 +70,6 @@ def run(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> None:
 def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
     """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
     rows, columns = update.weight.shape
-    if rows * columns == 0:
-        return
     # Whole tiles of the matmul, and slabs of equal height, so that the last one is not a sliver.
     count = -(-rows * columns // SLAB_ELEMENTS)
     height = -(-rows // count // 128) * 128 if count > 1 else rows

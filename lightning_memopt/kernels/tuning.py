@@ -45,19 +45,24 @@ def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Rou
 
 
 def default(update: Update, tokens: int) -> Config:
-    """What the table says.
+    """What the table says."""
+    high = tokens > 4 * FEW and len(update.storage) > 0
+    return _table(bytes_per_weight(update), tokens <= FEW, high)
+
+
+@cache
+def _table(size: int, few: bool, high: bool) -> Config:
+    """The configuration for `size` bytes of weight and moments.
 
     At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
     stages. Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which
     pays in step with the moments that are moved meanwhile.
     """
-    few = tokens <= FEW
-    fitting = _fitting(update)
+    fitting = _fitting(size)
     for stages in sorted(fitting, reverse=True):
         slots = fitting[stages]
         if slots >= 4 or stages <= (4 if few else 5):
             break
-    high = tokens > 4 * FEW and len(update.storage) > 0
     return Config(stages, slots, 0, 1 if few else 4 if high else 2)
 
 
@@ -66,16 +71,16 @@ def candidates(update: Update, tokens: int) -> list[Config]:
     first = default(update, tokens)
     others = [
         Config(stages, slots, lag, group)
-        for stages, slots in _fitting(update).items()
+        for stages, slots in _fitting(bytes_per_weight(update)).items()
         for lag in range(min(2, slots - 1))
         for group in (1, 2, 4)
     ]
     return [first, *(config for config in others if config != first)]
 
 
-def _fitting(update: Update) -> dict[int, int]:
+def _fitting(size: int) -> dict[int, int]:
     """How many chunks fit beside a number of operand stages, for numbers that leave room for two; eight are enough."""
-    slots = {stages: (SHARED - stages * STAGE) // (CHUNK**2 * bytes_per_weight(update)) for stages in range(3, 7)}
+    slots = {stages: (SHARED - stages * STAGE) // (CHUNK**2 * size) for stages in range(3, 7)}
     return {stages: min(8, count) for stages, count in slots.items() if count >= 2}
 
 
