@@ -1,6 +1,8 @@
 """Which kernel takes an update of a sparse weight: plain torch, Triton on slabs, or Triton fused with the matmul.
 
-On the step whose gradient decides where to grow, slabs of it are looked at, so that one is not fused.
+The fused kernel is portable Triton, whose matmul is slower than the vendor's, so it runs only where it is asked for; it
+pays where block masks leave tiles empty. On the step whose gradient decides where to grow, slabs of it are looked at, so
+that one is not fused.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
     elements = GPU_SLAB_ELEMENTS if update.weight.is_cuda else SLAB_ELEMENTS
     step = rows if kernel == "reference" else max(1, elements // columns)
     if kernel != "reference" and _in_triton(update):
-        in_triton(update, factors, grad, step, fused=kernel != "two_pass")
+        in_triton(update, factors, grad, step, fused=kernel == "fused")
         return True
     return sparse_reference.apply(update, factors, grad, step)
 
