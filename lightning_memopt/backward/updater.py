@@ -431,14 +431,13 @@ class Updater:
         if grad is not None and grad.layout != torch.strided:
             raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
         update = self._begin(slot, coefficient)
-        if not self._sound(slot, factors, grad):
-            finite = False
-        elif factors or accumulated:
-            finite = apply_factors(update, factors, grad, self.kernel)
-        else:
-            assert grad is not None
-            finite = apply_gradient(update, grad, self.kernel)
+        finite = self._sound(slot, factors, grad) and self._apply(update, factors, grad)
         self._settle(slot, finite)
+
+    def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
+        if factors or grad is None or update.active is not None:
+            return apply_factors(update, factors, grad, self.kernel)
+        return apply_gradient(update, grad, self.kernel)
 
     def _begin(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The one update of the slot's parameter in this step."""
