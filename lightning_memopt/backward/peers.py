@@ -72,7 +72,7 @@ class Peers:
         if any(other[:2] != [kind, number] for other in heard):
             self._failed = True
             raise UpdateError(
-                f"ranks disagree about what comes next in the backward pass: {self._listed(heard)}. Every rank must run "
+                f"ranks disagree about what comes next in backward: {self._listed(heard)}. Every rank must run "
                 "the same layers in the same order in each step: tokens may differ, the path may not."
             )
         return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)

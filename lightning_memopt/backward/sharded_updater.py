@@ -32,7 +32,8 @@ from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.kernels import Factors, apply_slabs
+from lightning_memopt.kernels import Factors, Update, apply_slabs
+from lightning_memopt.kernels.dispatch import learns
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, finite
 from lightning_memopt.rules import Rule
@@ -242,6 +243,12 @@ class ShardedUpdater(Updater):
         else:
             sound = grad is None or bool((grad.abs() < limit).all())
         return self.peers.announce(UPDATE, slot.number, flag=sound)[1]
+
+    def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
+        if not update.weight.numel():  # this rank has no rows, but its state has the same entries as the others'
+            learns(update)
+            return True
+        return super()._apply(update, factors, grad)
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         self._outcomes.append((slot, finite))
