@@ -1,8 +1,8 @@
 """Which kernel takes an update of a sparse weight: plain torch, Triton on slabs, or Triton fused with the matmul.
 
 The fused kernel is portable Triton, whose matmul is slower than the vendor's, so it runs only where it is asked for; it
-pays where block masks leave tiles empty. On the step whose gradient decides where to grow, slabs of it are looked at, so
-that one is not fused.
+pays where block masks leave tiles empty. On the step whose gradient decides where to grow, slabs of it are looked at,
+so that one is not fused.
 """
 
 from __future__ import annotations

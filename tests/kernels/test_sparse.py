@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from kernel_cases import BF16, DEVICES, F32, RULES, _check_dense, gradient, make_update
+from harness import Module, Run, difference, fit
+from kernel_cases import BF16, DEVICES, F32, INTERPRETED, RULES, _check_dense, gradient, make_update
 
+import lightning_memopt as memopt
+from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.kernels import Update, sparse, sparse_reference
 from lightning_memopt.kernels.active import Active, Ages, Largest
 from lightning_memopt.kernels.sparse_gradient import accumulate
@@ -138,3 +142,29 @@ def test_accumulated_gradient(dtype, rows, device) -> None:
         accumulate(update.active.stored, update.active.bits, [(dy, x), (2 * dy, x)], rows)
         torch.testing.assert_close(update.active.stored, 3 * (dy.float().t() @ x.float())[mask])
         both(update, factors=factors, rows=rows, fused=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, runs take these kernels anyhow")
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_whole_run(growth, device, monkeypatch) -> None:
+    """A training run through the kernels: the weights and masks of one in plain torch."""
+
+    def run() -> tuple[Run, memopt.SMET]:
+        smet = memopt.SMET(0.5, update_every=4, warmup_steps=3, growth=growth)
+        module = Module(optimizer=partial(torch.optim.AdamW, lr=1e-3))
+        return fit(module, memopt.ForgeStrategy(rounding="nearest"), max_steps=14, callbacks=[smet]), smet
+
+    plain, wanted = run()
+    fill = StepScalars.fill
+
+    def fill_and_place(self, slots, *arguments) -> None:
+        fill(self, slots, *arguments)
+        for slot in slots:
+            slot.row = torch.tensor([*slot.scalars.values()])
+            slot.row_key, slot.nonfinite = torch.zeros(2, dtype=torch.int32)
+
+    monkeypatch.setattr(StepScalars, "fill", fill_and_place)
+    monkeypatch.setattr(sparse, "_in_triton", lambda update: True)
+    kernels, found = run()
+    assert difference(plain, kernels) <= 1e-6
+    assert all(torch.equal(mask, wanted.masks[name]) for name, mask in found.masks.items())
