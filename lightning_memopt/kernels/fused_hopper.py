@@ -70,7 +70,8 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     """Whether the kernel takes these operands and this weight as they lie in memory."""
     moments = [update.state[storage.name] for storage in update.storage]
     return (
-        dy.dtype == x.dtype
+        all(codes.kind(storage) <= codes.POSITIVE for storage in update.storage)
+        and dy.dtype == x.dtype
         and dy.dtype in (torch.bfloat16, torch.float16)
         and len(x) > 0
         and all(readable(tensor) for tensor in (dy, x, update.weight, *moments))
