@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import Update, reference
-from lightning_memopt.optim import AdamW8bit, Lion
+from lightning_memopt.optim import AdamW8bit, Gefen, Lion
+from lightning_memopt.optim.gefen_learning import CODEBOOK
 from lightning_memopt.rules import rule_for
 from lightning_memopt.rules.storage import Dense
 from lightning_memopt.rules.storage_8bit import Codes
@@ -39,6 +40,8 @@ RULES = {
     "radam": (torch.optim.RAdam, {}),
     "lion": (Lion, {"weight_decay": 0.1}),
     "adamw8bit": (AdamW8bit, {"weight_decay": 0.1}),
+    "gefen": (Gefen, {"weight_decay": 0.1}),
+    "gefen-64": (Gefen, {"weight_decay": 0.1, "block": 64}),
 }
 MARGIN = 64
 
@@ -52,7 +55,8 @@ def guarded(tensor: Tensor) -> Tensor:
 
 def check_margins(update: Update) -> None:
     """Nothing was written beyond any tensor of the update."""
-    for tensor in [update.weight] + [update.state[e] for s in update.storage for e in s.entries()]:
+    kept = [update.state[entry] for storage in update.storage for entry in storage.entries()]
+    for tensor in [update.weight, *(value for value in kept if value.dim())]:
         buffer = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
         for margin in (buffer[:MARGIN], buffer[-MARGIN:]):
             assert (margin == 0xA5).all() if tensor.dtype == torch.uint8 else margin.isnan().all()
@@ -74,9 +78,10 @@ def make_update(
     optimizer = cls([param], lr=0.01, **options)
     rule, group = rule_for(optimizer), optimizer.param_groups[0]
     storage = rule.storage(param, group, moment_dtype or dtype)
-    state = rule.init_state(param, group, storage)
+    state = optimizer.state[param] = rule.init_state(param, group, storage)
     scale = -1.0 if group.get("maximize") else 1.0
     for step in range(past + 1):
+        rule.prepare(optimizer)
         scalars = {"scale": scale, "clip": clip, **rule.common_scalars(group), **rule.scalars(group, state)}
         update = Update(
             name, param.detach(), state, rule, rule.tile(group), storage, scalars, 0x9ABCDEF0 + step, rounding,
@@ -90,7 +95,7 @@ def make_update(
         "row_key": torch.tensor(update.key - (1 << 32), dtype=torch.int32, device=device),
         "nonfinite": torch.zeros((), dtype=torch.int32, device=device),
     }
-    kept = {entry for moment in storage for entry in moment.entries()}
+    kept = {entry for moment in storage for entry in moment.entries()} - {CODEBOOK}
     state = {key: guarded(value) if key in kept else value for key, value in state.items()}
     return replace(update, weight=guarded(param.detach()), state=state, **on_device)
 

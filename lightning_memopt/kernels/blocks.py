@@ -1,8 +1,10 @@
 """One step on blocks of weights in global memory: what every portable kernel does once it has a gradient tile.
 
-A tile is [N, BLOCK]: N blocks of up to `BLOCK` consecutive weights of one row. Weight, moments and codes are contiguous
-and share element offsets; scales are indexed by block. How a moment lies in memory is its kind, a constant of the
-compiled kernel: a new storage is a number and a line in `kernels.codes`, and a branch in `_load` and `_store` here.
+A tile is [N, WIDTH]: N runs of up to `WIDTH` consecutive weights of one row, which begin at multiples of `WIDTH` in it.
+`WIDTH` is `storage_8bit.BLOCK`, or the length of the blocks that share a second moment if those are longer (`width`).
+Weight, moments and codes are contiguous and share element offsets; scales and shared moments have one value per block,
+in the order of the weights. How a moment lies in memory is its kind, a constant of the compiled kernel: a new storage
+is a number and a line in `kernels.codes`, and a branch in `_load` and `_store` here.
 """
 
 from __future__ import annotations
@@ -16,56 +18,112 @@ from torch import Tensor
 
 from lightning_memopt.kernels import codes, tiles
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage import Dense
-from lightning_memopt.rules.storage_8bit import PositiveCodes, SignedCodes
+from lightning_memopt.optim.gefen_blocks import Blocks
+from lightning_memopt.optim.gefen_learning import CODEBOOK
+from lightning_memopt.rules.gefen import BlockMean, GefenRule, LearnedCodes
+from lightning_memopt.rules.storage import Dense, Storage
+from lightning_memopt.rules.storage_8bit import BLOCK, Codes, PositiveCodes, SignedCodes
 
 FLOATS = (torch.float32, torch.bfloat16)
+# The longest blocks that may share a second moment: a tile of the fused kernel is as wide.
+WIDEST = 128
 
-_SLOW, _SIGNED = tl.constexpr(codes.SLOW), tl.constexpr(codes.SIGNED)
+_SLOW, _SIGNED, _POSITIVE = tl.constexpr(codes.SLOW), tl.constexpr(codes.SIGNED), tl.constexpr(codes.POSITIVE)
+_CURVE, _MEAN = tl.constexpr(codes.CURVE), tl.constexpr(codes.MEAN)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
 @triton.jit
-def _load(values, scales, at, block, valid, KIND: tl.constexpr):
+def _blocks(place, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
+    """Of each block in a tile, [N, WIDTH / LENGTH]: its index, whether it exists, and how many weights it has."""
+    line, column, columns = place
+    first = column[:, None] + tl.arange(0, WIDTH // LENGTH)[None, :] * LENGTH
+    index = line.to(tl.int64)[:, None] * tl.cdiv(columns, LENGTH) + first // LENGTH
+    return index, (line >= 0)[:, None] & (first < columns), tl.minimum(columns - first, LENGTH)
+
+
+@triton.jit
+def _largest(x):
+    """The largest magnitude in each block of codes, [N, blocks]."""
+    if x.shape[1] == _BLOCK:
+        return tl.max(tl.abs(x), 1)[:, None]
+    else:
+        return tl.max(tl.reshape(tl.abs(x), (x.shape[0], x.shape[1] // _BLOCK, _BLOCK)), 2)
+
+
+@triton.jit
+def _spread(scale, WIDTH: tl.constexpr):
+    """One value per block of codes, so that it broadcasts against the weights."""
+    if WIDTH == _BLOCK:
+        return scale
+    else:
+        parts = tl.broadcast_to(tl.expand_dims(scale, 2), (scale.shape[0], scale.shape[1], _BLOCK))
+        return tl.reshape(parts, (scale.shape[0], WIDTH))
+
+
+@triton.jit
+def _load(values, scales, at, place, valid, bend, KIND: tl.constexpr):
+    WIDTH: tl.constexpr = at.shape[1]
     if KIND <= _SLOW:
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
+    elif KIND == _MEAN:
+        index, exists, size = _blocks(place, WIDTH, WIDTH)
+        x = tl.load(values + index, mask=exists, other=0.0)
     else:
         code = tl.load(values + at, mask=valid, other=0)
-        scale = tl.load(scales + block[:, None], mask=block[:, None] >= 0, other=0.0).to(tl.float32)
-        x = codes.decode_signed(code, scale) if KIND == _SIGNED else codes.decode_positive(code, scale)
+        index, exists, size = _blocks(place, WIDTH, _BLOCK)
+        scale = _spread(tl.load(scales + index, mask=exists, other=0.0).to(tl.float32), WIDTH)
+        if KIND == _SIGNED:
+            x = codes.decode_signed(code, scale)
+        elif KIND == _POSITIVE:
+            x = codes.decode_positive(code, scale)
+        else:
+            x = codes.decode_curve(code, scale, bend)
     return x
 
 
 @triton.jit
-def _store(x, values, scales, at, block, valid, random, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    WIDTH: tl.constexpr = at.shape[1]
     if KIND <= _SLOW:
         if KIND == _SLOW and STOCHASTIC and values.dtype.element_ty == tl.bfloat16:
             tl.store(values + at, tiles.round_bf16(x, tiles.low_bits(random)), mask=valid)
         else:
             tl.store(values + at, x.to(values.dtype.element_ty), mask=valid)
+    elif KIND == _MEAN:
+        index, exists, size = _blocks(place, WIDTH, WIDTH)
+        tl.store(values + index, x, mask=exists)
     else:
         # Lanes beyond the end of a row hold at most the smallest live value, so they need no mask here.
-        scale = codes.block_scale(tl.max(tl.abs(x), 1))[:, None]
+        block_scale = codes.block_scale(_largest(x))
+        scale = _spread(block_scale, WIDTH)
         if KIND == _SIGNED:
             code = codes.encode_signed(x, scale)
-        else:
+        elif KIND == _POSITIVE:
             code = codes.encode_positive(x, scale, tiles.low_bits(random), STOCHASTIC)
+        else:
+            code = codes.encode_curve(x, scale, bend)
         tl.store(values + at, code, mask=valid)
-        tl.store(scales + block[:, None], scale.to(scales.dtype.element_ty), mask=block[:, None] >= 0)
+        index, exists, size = _blocks(place, WIDTH, _BLOCK)
+        tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def step(
-    raw, start, block, valid, w_ptr, values, scales, row_ptr, key_ptr, nonfinite_ptr, offset,
+    raw, start, place, valid, w_ptr, values, scales, row_ptr, key_ptr, nonfinite_ptr, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Take one step of rule `TILE` on a tile, in place; non-finite elements are left out and reported.
 
+    An element that is left out does not count in its block's mean; a block without any other keeps its second moment.
+
     Args:
-        raw: float32 [N, BLOCK] gradient; zero where not `valid`.
-        start: int64 [N], offset of each block's first weight.
-        block: Integer [N], index of each block's scale, negative for blocks that do not exist.
-        valid: [N, BLOCK], which lanes are weights.
+        raw: float32 [N, WIDTH] gradient; zero where not `valid`.
+        start: int64 [N], offset of each run's first weight.
+        place: Integers [N], the row that each run is in, negative for runs that do not exist; [N], the column it
+            begins at; and the length of a row.
+        valid: [N, WIDTH], which lanes are weights.
         w_ptr: The weight, float32 or bf16.
         values, scales: Tuples of pointers to the rule's moments, and to their scales (any pointer where none).
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
@@ -74,25 +132,38 @@ def step(
         KINDS: The kind of each moment, see `kernels.codes`.
         STOCHASTIC: Whether a bf16 weight, bf16 slow moments and positive codes are rounded stochastically.
     """
+    SHARED: tl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
     common, own = tiles.scalars(row_ptr, SCALARS)
+    bend = 0.0
+    if len(KINDS) > 0 and KINDS[0] == _CURVE:
+        bend = tiles.next_scalar(row_ptr, SCALARS)
     at = start[:, None] + tl.arange(0, raw.shape[1])[None, :]
     old = tl.load(w_ptr + at, mask=valid, other=0.0).to(tl.float32)
     # The gradient stands in for moments that the rule does not have and never looks at.
     old0, old1, old2 = raw, raw, raw
     if len(KINDS) > 0:
-        old0 = _load(values[0], scales[0], at, block, valid, KINDS[0])
+        old0 = _load(values[0], scales[0], at, place, valid, bend, KINDS[0])
     if len(KINDS) > 1:
-        old1 = _load(values[1], scales[1], at, block, valid, KINDS[1])
+        old1 = _load(values[1], scales[1], at, place, valid, bend, KINDS[1])
     if len(KINDS) > 2:
-        old2 = _load(values[2], scales[2], at, block, valid, KINDS[2])
+        old2 = _load(values[2], scales[2], at, place, valid, bend, KINDS[2])
     w, g = tiles.prepare(old, raw, common)
-    w, m0, m1, m2 = TILE(w, g, g * g, old0, old1, old2, own)
-    keep = tiles.finite(raw)
-    if tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0:
+    keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
+    bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
+    g2 = g * g
+    if SHARED:
+        index, exists, count = _blocks(place, raw.shape[1], raw.shape[1])
+        if bad:
+            g2 = tl.where(keep, g2, 0.0)
+            count = tl.sum((keep & valid).to(tl.int32), 1)[:, None].to(count.dtype)
+        # The tile function computes with one value per block, as often as there are blocks.
+        g2 = codes.block_mean(tl.sum(g2, 1)[:, None], count)
+    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, own)
+    if bad:
         tl.store(nonfinite_ptr, 1)
         w = tl.where(keep, w, old)
         m0 = tl.where(keep, m0, old0)
-        m1 = tl.where(keep, m1, old1)
+        m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1)
         m2 = tl.where(keep, m2, old2)
     random = tiles.random_bits(tl.load(key_ptr), at + offset)
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
@@ -100,11 +171,11 @@ def step(
     else:
         tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=valid)
     if len(KINDS) > 0:
-        _store(m0, values[0], scales[0], at, block, valid, random, KINDS[0], STOCHASTIC)
+        _store(m0, values[0], scales[0], at, place, valid, random, bend, KINDS[0], STOCHASTIC)
     if len(KINDS) > 1:
-        _store(m1, values[1], scales[1], at, block, valid, random, KINDS[1], STOCHASTIC)
+        _store(m1, values[1], scales[1], at, place, valid, random, bend, KINDS[1], STOCHASTIC)
     if len(KINDS) > 2:
-        _store(m2, values[2], scales[2], at, block, valid, random, KINDS[2], STOCHASTIC)
+        _store(m2, values[2], scales[2], at, place, valid, random, bend, KINDS[2], STOCHASTIC)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -126,26 +197,51 @@ def supports(update: Update) -> bool:
     """Whether the portable kernels know the dtypes and storages of this update, and its weight is dense."""
     if update.active is not None or update.entries is not None or update.weight.dtype not in FLOATS:
         return False
-    kept = [storage for storage in update.storage if not isinstance(storage, SignedCodes | PositiveCodes)]
-    return all(isinstance(storage, Dense) and update.state[storage.name].dtype in FLOATS for storage in kept)
+    return all(_supports_storage(update, storage) for storage in update.storage)
+
+
+def _supports_storage(update: Update, storage: Storage) -> bool:
+    if isinstance(storage, SignedCodes | PositiveCodes):
+        return True
+    if isinstance(storage, LearnedCodes):
+        # A learned table is looked up in plain torch: see docs/gefen.md.
+        return not update.state[CODEBOOK].dim()
+    if isinstance(storage, BlockMean):
+        return storage == update.storage[1] and BLOCK <= _shared(update, storage) <= WIDEST
+    return isinstance(storage, Dense) and update.state[storage.name].dtype in FLOATS
+
+
+def _shared(update: Update, storage: BlockMean) -> int:
+    """Length of the blocks that share a moment; those of rows with a single block can be taken to be longer."""
+    blocks = Blocks.of(update.weight, update.state[storage.name])
+    return max(BLOCK, blocks.block) if blocks.count == 1 else blocks.block
+
+
+def width(update: Update) -> int:
+    """Width of the tiles that `step` takes for this update."""
+    return max([BLOCK, *(_shared(update, storage) for storage in update.storage if isinstance(storage, BlockMean))])
 
 
 def in_blocks(update: Update) -> bool:
-    """Whether any moment has scales, so that blocks must follow the rows."""
-    return any(len(storage.entries()) > 1 for storage in update.storage)
+    """Whether any moment has a value per block, so that blocks must follow the rows."""
+    return any(codes.kind(storage) >= codes.SIGNED for storage in update.storage)
 
 
 def arguments(update: Update) -> Arguments:
     """The pointers and constants of an update, for launch."""
     values = [update.state[storage.name] for storage in update.storage]
     # A pointer that is never read stands in for the scales of moments that have none.
-    scales = [update.state.get(storage.entries()[-1]) for storage in update.storage]
+    scales = [
+        update.state[storage.scale_name if isinstance(storage, Codes) else storage.name] for storage in update.storage
+    ]
+    # What the rule's tile does not know, the bend, comes last.
+    known = len(update.rule.scalar_names) - isinstance(update.rule, GefenRule)
     contiguous = [tensor.contiguous() for tensor in (update.weight, *values)]
     strided = (update.weight, *values)
     copies = tuple((old, new) for old, new in zip(strided, contiguous, strict=True) if old is not new)
     constants = {
         "TILE": tiles.TILES[update.tile],
-        "SCALARS": len(update.rule.scalar_names),
+        "SCALARS": known,
         "KINDS": tuple(codes.kind(storage) for storage in update.storage),
         "STOCHASTIC": update.rounding == "stochastic",
     }

@@ -9,17 +9,16 @@ from torch import Tensor
 from lightning_memopt.kernels import blocks
 from lightning_memopt.kernels.embedding import Segments
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage_8bit import BLOCK
 
-# Rows of a tile, and tokens that a row sums at once. Most rows have few tokens or none.
-ROWS, TOKENS = 16, 4
+# Weights of a tile, and tokens that a row sums at once. Most rows have few tokens or none.
+WEIGHTS, TOKENS = 1024, 4
 
 
 @triton.jit(do_not_specialize=["padding", "offset"])
 def embedding_update(
     order, bounds, dy, w, values, scales, row, key, nonfinite, rows, columns, padding, offset, dy_token, dy_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dW[r] = sum of dY[t] over the tokens of row r, and one step of rule `TILE` on every row, in place.
 
@@ -28,25 +27,25 @@ def embedding_update(
         dy: [tokens, columns] with its strides.
         padding: Row whose tokens are left out, or -1.
     """
-    across = tl.cdiv(columns, BLOCK)
+    across = tl.cdiv(columns, WIDTH)
     j = tl.program_id(0) % across
     r = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    c = j * BLOCK + tl.arange(0, BLOCK)
+    c = j * WIDTH + tl.arange(0, WIDTH)
     first = tl.load(bounds + r, mask=r < rows, other=0)
     count = tl.load(bounds + r + 1, mask=r < rows, other=0) - first
     count = tl.where(r == padding, 0, count)
     dy_at = dy + c.to(tl.int64)[None, None, :] * dy_column
-    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for done in range(0, tl.max(count, 0).to(tl.int32), TOKENS):
         i = done + tl.arange(0, TOKENS)[None, :]
         token = tl.load(order + first[:, None] + i, mask=i < count[:, None], other=0).to(tl.int64)
         mask = (i < count[:, None])[:, :, None] & (c < columns)[None, None, :]
         acc += tl.sum(tl.load(dy_at + token[:, :, None] * dy_token, mask=mask, other=0.0).to(tl.float32), 1)
     valid = (r < rows)[:, None] & (c < columns)[None, :]
-    start = r.to(tl.int64) * columns + j * BLOCK
-    block = tl.where(r < rows, r.to(tl.int64) * across + j, -1)
+    start = r.to(tl.int64) * columns + j * WIDTH
+    place = (tl.where(r < rows, r, -1), j * WIDTH + r * 0, columns)
     blocks.step(
-        acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
+        acc, start, place, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
     )
 
 
@@ -63,7 +62,9 @@ def apply_embedding(update: Update, tokens: Segments, dy: Tensor, padding_idx: i
     if not rows * columns:
         return
     call = blocks.arguments(update)
-    embedding_update[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, BLOCK),)](
+    width = blocks.width(update)
+    height = WEIGHTS // width
+    embedding_update[(triton.cdiv(rows, height) * triton.cdiv(columns, width),)](
         tokens.order,
         tokens.bounds,
         dy,
@@ -74,9 +75,9 @@ def apply_embedding(update: Update, tokens: Segments, dy: Tensor, padding_idx: i
         call.offset,
         *dy.stride(),
         **call.constants,
-        ROWS=ROWS,
+        ROWS=height,
         TOKENS=TOKENS,
-        BLOCK=BLOCK,
+        WIDTH=width,
         num_warps=4,
     )
     call.write_back()

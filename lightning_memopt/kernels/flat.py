@@ -8,37 +8,38 @@ from torch import Tensor
 
 from lightning_memopt.kernels import blocks
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage_8bit import BLOCK, rows_of
+from lightning_memopt.rules.storage_8bit import rows_of
 
-# Blocks of one program: 2048 weights.
-BLOCKS = 32
+# Weights of one program.
+WEIGHTS = 2048
 
 
 @triton.jit(do_not_specialize=["offset"])
 def flat_update(
     grad, w, values, scales, row, key, nonfinite, total, columns, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    RAGGED: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One step of rule `TILE` on `total` weights whose gradient is `grad`.
 
-    Blocks follow each other without a gap, unless `RAGGED`: then the last block of every row of `columns` is short.
+    Runs of `WIDTH` follow each other without a gap, as if all were one row, unless `RAGGED`: then the last run of every
+    row of `columns` is short.
     """
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    lanes = tl.arange(0, BLOCK)[None, :]
+    run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    lanes = tl.arange(0, WIDTH)[None, :]
     if RAGGED:
-        across = tl.cdiv(columns, BLOCK)
-        first = (block % across) * BLOCK
-        start = (block // across).to(tl.int64) * columns + first
-        exists = start < total
-        valid = (first[:, None] + lanes < columns) & exists[:, None]
+        across = tl.cdiv(columns, WIDTH)
+        first, line, length = (run % across) * WIDTH, run // across, columns
+        start = line.to(tl.int64) * columns + first
+        valid = (first[:, None] + lanes < columns) & (start < total)[:, None]
     else:
-        start = block.to(tl.int64) * BLOCK
-        exists = start < total
+        start = run.to(tl.int64) * WIDTH
+        first, line, length = start, run * 0, total
         valid = start[:, None] + lanes < total
     g = tl.load(grad + (start[:, None] + lanes), mask=valid, other=0.0).to(tl.float32)
+    place = (tl.where(start < total, line, -1), first, length)
     blocks.step(
-        g, start, tl.where(exists, block, -1), valid, w, values, scales, row, key, nonfinite, offset,
+        g, start, place, valid, w, values, scales, row, key, nonfinite, offset,
         TILE, SCALARS, KINDS, STOCHASTIC,
     )  # fmt: skip
 
@@ -52,10 +53,12 @@ def apply_gradient(update: Update, grad: Tensor) -> None:
     total = rows * columns
     if not total:
         return
-    ragged = blocks.in_blocks(update) and columns % BLOCK != 0
-    count = rows * triton.cdiv(columns, BLOCK) if ragged else triton.cdiv(total, BLOCK)
+    width = blocks.width(update)
+    runs = WEIGHTS // width
+    ragged = blocks.in_blocks(update) and columns % width != 0
+    count = rows * triton.cdiv(columns, width) if ragged else triton.cdiv(total, width)
     call = blocks.arguments(update)
-    flat_update[(triton.cdiv(count, BLOCKS),)](
+    flat_update[(triton.cdiv(count, runs),)](
         grad.contiguous(),
         *call.tensors,
         total,
@@ -63,8 +66,8 @@ def apply_gradient(update: Update, grad: Tensor) -> None:
         call.offset,
         **call.constants,
         RAGGED=ragged,
-        BLOCKS=BLOCKS,
-        BLOCK=BLOCK,
+        RUNS=runs,
+        WIDTH=width,
         num_warps=4,
     )
     call.write_back()

@@ -16,11 +16,10 @@ from torch import Tensor
 from lightning_memopt.kernels import blocks
 from lightning_memopt.kernels.slabs import Factors, join
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage_8bit import BLOCK
 
-# Rows and columns of a tile; rows of the part of it that is updated at once, which is one block wide; height of the
+# Rows and columns of a tile; weights of the part of it that is updated at once, which is one block wide; height of the
 # bands in which tiles are taken, so that operands stay in L2.
-ROWS, COLUMNS, PART_ROWS, BAND = 128, 128, 64, 8
+ROWS, COLUMNS, PART, BAND = 128, blocks.WIDEST, 4096, 8
 # The interpreter's dot is wrong for bf16.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -29,40 +28,39 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _step_parts(
     acc, first_row, first_column, rows, columns, update,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr, PART_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Update a tile part by part: all of it at once would not fit the registers."""
     height: tl.constexpr = acc.shape[0]
     width: tl.constexpr = acc.shape[1]
-    if width > BLOCK:
+    if width > WIDTH:
         left, right = tl.split(tl.permute(tl.reshape(acc, (height, 2, width // 2)), (0, 2, 1)))
         _step_parts(
             left, first_row, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
         )  # fmt: skip
         _step_parts(
             right, first_row, first_column + width // 2, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
         )  # fmt: skip
-    elif height > PART_ROWS:
+    elif height * width > PART:
         upper, lower = tl.split(tl.permute(tl.reshape(acc, (2, height // 2, width)), (1, 2, 0)))
         _step_parts(
             upper, first_row, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
         )  # fmt: skip
         _step_parts(
             lower, first_row + height // 2, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
         )  # fmt: skip
     else:
         w, values, scales, row, key, nonfinite, offset = update
         r = first_row + tl.arange(0, height)
         valid = (r < rows)[:, None] & (first_column + tl.arange(0, width) < columns)[None, :]
         start = r.to(tl.int64) * columns + first_column
-        block = r.to(tl.int64) * tl.cdiv(columns, BLOCK) + first_column // BLOCK
-        block = tl.where((r < rows) & (first_column < columns), block, -1)
+        place = (tl.where(r < rows, r, -1), first_column + r * 0, columns)
         blocks.step(
-            acc, start, block, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
+            acc, start, place, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
         )
 
 
@@ -73,7 +71,7 @@ def weight_gradient_update(
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     STORED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr,
-    BLOCK: tl.constexpr, PART_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x (+ grad, if `STORED`) and take one step of rule `TILE` on weight and moments.
 
@@ -105,7 +103,7 @@ def weight_gradient_update(
         grad_at = grad + r.to(tl.int64)[:, None] * grad_row + c.to(tl.int64)[None, :] * grad_column
         acc += tl.load(grad_at, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
     update = (w, values, scales, row, key, nonfinite, offset)
-    _step_parts(acc, first_row, first_column, rows, columns, update, TILE, SCALARS, KINDS, STOCHASTIC, BLOCK, PART_ROWS)
+    _step_parts(acc, first_row, first_column, rows, columns, update, TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART)
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
@@ -145,8 +143,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         COLUMNS=COLUMNS,
         TOKENS=32,
         BAND=BAND,
-        BLOCK=BLOCK,
-        PART_ROWS=PART_ROWS,
+        WIDTH=blocks.width(update),
+        PART=PART,
         num_warps=8,
         num_stages=3,
     )

@@ -43,6 +43,12 @@ def scalars(row, COUNT: tl.constexpr):
 
 
 @triton.jit
+def next_scalar(row, COUNT: tl.constexpr):
+    """The scalar that follows those of `scalars`."""
+    return tl.load(row + _COMMON + COUNT)
+
+
+@triton.jit
 def finite(g):
     """Which gradient elements are neither NaN nor infinite; the others must leave weight and state as they are."""
     return tl.abs(g) < float("inf")

@@ -14,7 +14,13 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 # A100, Hopper, data centre and consumer Blackwell.
 CAPABILITIES = [80, 90, 100, 120]
-MOMENTS = {"bf16": ("*bf16", (0, 1)), "codes": ("*u8", (2, 3))}
+# Pointers of moments and scales, kinds, and the width of a tile.
+MOMENTS = {
+    "bf16": (("*bf16", "*bf16"), ("*bf16", "*bf16"), (0, 1), 64),
+    "codes": (("*u8", "*u8"), ("*bf16", "*bf16"), (2, 3), 64),
+    "gefen": (("*u8", "*fp32"), ("*bf16", "*fp32"), (4, 5), 128),
+    "gefen-64": (("*u8", "*fp32"), ("*bf16", "*fp32"), (4, 5), 64),
+}
 GRADIENTS = {
     "flat": {"grad": "*bf16", "total": "i64", "columns": "i32"},
     "fused_triton": {
@@ -33,41 +39,40 @@ def compile_kernel(module: str, moments: str, capability: int):
     from triton.compiler import ASTSource
 
     from lightning_memopt.kernels import embedding_triton, flat, fused_triton, tiles
-    from lightning_memopt.rules.storage_8bit import BLOCK
 
+    values, scales, kinds, width = MOMENTS[moments]
     kernel, constants, warps = {
-        "flat": (flat.flat_update, {"RAGGED": False, "BLOCKS": flat.BLOCKS}, 4),
+        "flat": (flat.flat_update, {"RAGGED": False, "RUNS": flat.WEIGHTS // width}, 4),
         "fused_triton": (
             fused_triton.weight_gradient_update,
             {
                 "STORED": False, "PRECISION": "ieee", "TOKENS": 32,
-                **{name: getattr(fused_triton, name) for name in ("ROWS", "COLUMNS", "BAND", "PART_ROWS")},
+                **{name: getattr(fused_triton, name) for name in ("ROWS", "COLUMNS", "BAND", "PART")},
             },
             8,
         ),
         "embedding_triton": (
             embedding_triton.embedding_update,
-            {"ROWS": embedding_triton.ROWS, "TOKENS": embedding_triton.TOKENS},
+            {"ROWS": embedding_triton.WEIGHTS // width, "TOKENS": embedding_triton.TOKENS},
             4,
         ),
     }[module]  # fmt: skip
-    pointer, kinds = MOMENTS[moments]
     signature = GRADIENTS[module] | {
-        "w": "*bf16", "values": (pointer,) * 2, "scales": ("*bf16",) * 2, "row": "*fp32", "key": "*i32",
+        "w": "*bf16", "values": values, "scales": scales, "row": "*fp32", "key": "*i32",
         "nonfinite": "*i32", "offset": "i32",
     }  # fmt: skip
-    constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "BLOCK": BLOCK}
+    constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "WIDTH": width}
     constants |= {name: value for name, value in signature.items() if isinstance(value, int)}
     divisible = [["tt.divisibility", 16]]
-    types, values, attributes = {}, {}, {}
+    types, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
-            types[name], values[(i,)] = "constexpr", constants[name]
+            types[name], constexprs[(i,)] = "constexpr", constants[name]
             continue
         types[name] = signature[name]
         places = [(i, j) for j in range(2)] if isinstance(signature[name], tuple) else [(i,)]
         attributes |= dict.fromkeys(places, divisible) if name != "offset" else {}
-    source = ASTSource(kernel, types, values, attributes)
+    source = ASTSource(kernel, types, constexprs, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 

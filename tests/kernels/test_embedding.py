@@ -57,7 +57,7 @@ def test_reference_leaves_out_a_non_finite_update_whole(bad, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "lion", "sgd", "adagrad"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "lion", "sgd", "adagrad"])
 @pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16)])
 def test_kernel(rule, dtype, moment_dtype, device) -> None:
     torch.manual_seed(1)

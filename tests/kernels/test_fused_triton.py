@@ -33,7 +33,7 @@ def test_every_rule_and_format(rule, dtype, moment_dtype, device) -> None:
     step_both(update, [make_factors(19, 33, 130, device)])
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "gefen-64"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (128, 128), (130, 70), (40, 200), (257, 16)])
 @pytest.mark.parametrize("tokens", [0, 1, 65])
 def test_shapes(rule, rows, columns, tokens, device) -> None:

@@ -29,7 +29,7 @@ def step_both(update, dy, x, config=CONFIG) -> None:
     check(update, expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.startswith("gefen")])
 @pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 def test_every_rule_and_format(rule, dtype, moment_dtype) -> None:
     torch.manual_seed(0)

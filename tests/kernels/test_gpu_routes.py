@@ -30,7 +30,7 @@ def step_both(update, pairs, kernel, grad=None) -> None:
 
 
 @pytest.mark.parametrize("kernel", ROUTES)
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "sgd"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "sgd"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (40, 200), (129, 131), (256, 384)])
 @pytest.mark.parametrize("tokens", [0, 1, 100])
 def test_shapes(rule, rows, columns, tokens, kernel) -> None:
