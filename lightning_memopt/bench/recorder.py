@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class Recorder(pl.Callback):
 
     def _measured(self, phase: Phase, module: pl.LightningModule, outputs: Any, batch_idx: int) -> Row:
         durations = self._durations()
-        median = durations[len(durations) // 2]
+        median = statistics.median(durations)
         row = Row(
             tokens=phase.tokens,
             step_ms=median,

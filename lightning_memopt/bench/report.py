@@ -74,6 +74,7 @@ def caption(rows: Sequence[Cells]) -> str:
 
 def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
     """Memory over methods, and time and memory over tokens, as PNG; names begin with `prefix`."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     good = [row for row in rows if row["status"] == "ok"]
@@ -81,7 +82,9 @@ def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
         return []
     tokens = sorted({int(row["tokens"]) for row in good})
     first = [row for row in good if int(row["tokens"]) == tokens[0] and row["peak_gib"]]
+    first.sort(key=lambda row: float(row["peak_gib"]))
     made = []
+    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
     if first:
         figure = Figure(figsize=(7, 0.32 * len(first) + 1.2), layout="constrained")
         axes = figure.add_subplot(xlabel=f"peak GiB at {tokens[0]} tokens per step")
@@ -106,7 +109,9 @@ def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
             label = next(row["label"] for row in good if row["method"] == method)
             style = "-o" if method.startswith("forge") else "--s"
             if points:
-                axes.plot(*zip(*sorted(points), strict=True), style, label=label, markersize=4, color=f"C{index % 10}")
+                axes.plot(
+                    *zip(*sorted(points), strict=True), style, label=label, markersize=4, color=colors[index % 20]
+                )
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.set_ylim(bottom=0)

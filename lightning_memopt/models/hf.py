@@ -161,7 +161,7 @@ def _build(name_or_path: str, from_config: bool, architecture: dict[str, Any] | 
             config = transformers.AutoConfig.for_model(**architecture)
         elif not name_or_path:
             raise MemOptError("HFCausalLM needs a name_or_path, or an architecture.")
-        elif from_config:
+        elif from_config or torch.get_default_device().type == "meta":  # a plan needs shapes only
             config = transformers.AutoConfig.from_pretrained(name_or_path)
         else:
             return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)

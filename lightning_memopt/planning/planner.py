@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_memopt.data import RandomTokens, TextDataModule
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.planning.live import ROUNDING
 from lightning_memopt.planning.methods import METHODS, Groups, Holds, PlannedMethod, forged, stepped
@@ -240,7 +241,10 @@ def _tokens(batch: Any) -> int | None:
 
 
 def _first_batch(module: pl.LightningModule, data: Any, config: RunConfig) -> Any:
-    """What the first training step would get."""
+    """What the first training step would get; of text only the shape matters, so it is not read."""
+    if isinstance(data, TextDataModule | RandomTokens):
+        ids = torch.zeros(data.batch_size, data.seq_len, dtype=torch.int64)
+        return {"input_ids": ids, "targets": ids}
     source = data if data is not None else module
     trainer = _trainer(config)
     trainer.strategy.connect(module)

@@ -182,6 +182,19 @@ def test_the_quickstart_is_planned_too(capsys):
     assert found["methods"][0]["fits"] is None
 
 
+def test_a_pretrained_model_is_planned_from_its_configuration_alone(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(**shape, intermediate_size=48).save_pretrained(tmp_path)  # no weights
+    config = yaml.safe_load((ROOT / "configs" / "hf_finetune.yaml").read_text())
+    config["model"]["init_args"]["name_or_path"] = str(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    found = memopt.plan(tmp_path / "config.yaml", methods=["adamw"])
+    assert found.precision == "bf16-mixed"
+    assert found.tokens == 4 * 1024
+    assert found["configured"].bytes.total <= found["adamw"].bytes.total
+
+
 def test_options_of_the_config_count(tmp_path):
     config = yaml.safe_load((CONFIGS / "small_llama.yaml").read_text())
     config["data"]["init_args"] |= {"seq_len": 8, "batch_size": 1}  # so that not only activations matter
