@@ -26,7 +26,9 @@ def tensors(dtype=torch.float64, bias=False, ignored=()):
 
 
 def plain(hidden, weight, shift, targets):
-    return F.cross_entropy(F.linear(hidden, weight, shift).to(torch.promote_types(weight.dtype, torch.float32)), targets)
+    return F.cross_entropy(
+        F.linear(hidden, weight, shift).to(torch.promote_types(weight.dtype, torch.float32)), targets
+    )
 
 
 def gradients(loss, hidden, weight, shift):
@@ -110,7 +112,12 @@ class Plain(Chunked):
 @pytest.mark.parametrize("batch_size", [1, 2])  # 5 or 10 tokens for 8 features: factors, or dW over chunks
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1, "precision": "64-true"}],
+    [
+        {},
+        {"gradient_clip_val": 0.1},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1, "precision": "64-true"},
+    ],
     ids=lambda options: "+".join(options) or "alone",
 )
 def test_fused_training_equals_the_plain_run(tied, batch_size, options):
