@@ -13,6 +13,7 @@ PYTEST_THREADS ?= 1
 help:
 	@echo "make train   install, then train a small language model (runs/quickstart)"
 	@echo "make test    install, then run every test that needs no GPU"
+	@echo "make test-gpu install, then run the tests that need a GPU"
 	@echo "make check   install, then lint, check formatting and types"
 	@echo "make readme  put the recorded measurements into README.md and docs/results.md"
 	@echo "make clean   remove the environment, runs and caches"
@@ -22,6 +23,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=$(PYTEST_THREADS) $(BIN)/python -m pytest -m "not gpu" -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

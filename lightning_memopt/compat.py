@@ -61,6 +61,11 @@ CASES = (
         "after the update; take a clone in the forward pass, outside checkpointed segments",
     ),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
+    Case(
+        "torch.compile of the module or its parts",
+        "exact",
+        "fused layers run between the compiled graphs, each of which ends at such a layer",
+    ),
     Case("checkpoint=[patterns] of the strategy", "exact", "a pattern that matches no module is refused"),
     Case("frozen parameters", "exact", "no state, no update; parameters unfrozen later are taken in"),
     Case(
@@ -166,6 +171,11 @@ CASES = (
         "cuda_graph=True needs a CUDA GPU. Leave it out, or use cuda_graph='auto', which runs eagerly elsewhere.",
     ),
     Case(
+        "cuda_graph with SMET",
+        "refused",
+        "SMET changes masks between steps, which a captured step cannot follow. Use cuda_graph=False.",
+    ),
+    Case(
         "cuda_graph in manual optimization",
         "refused",
         "cuda_graph=True captures automatic optimization only. Leave it out, or use cuda_graph='auto'.",
@@ -221,11 +231,6 @@ CASES = (
         "SMET on a weight that is shared with an embedding",
         "refused",
         "a sparse layer's weight is the embedding matrix too. Untie them, or exclude the layer.",
-    ),
-    Case(
-        "cuda_graph with SMET",
-        "refused",
-        "SMET changes masks between steps, which a captured step cannot follow. Use cuda_graph=False.",
     ),
     Case(
         "a checkpoint of SMET without SMET",
@@ -301,9 +306,9 @@ def page() -> str:
     lines = [
         "# What works with the fused strategies",
         "",
-        "`exact`: equal to the plain run. `falls back`: equal as well, by a route that saves less memory. `warned`: a",
-        "warning at set-up. `not detected`: to be avoided, as it cannot be seen. `refused`: an error that says what works",
-        "instead. Generated from `lightning_memopt/compat.py`.",
+        "`exact`: equal to the plain run. `falls back`: equal as well, by a route that saves less memory. `warned`:",
+        "a warning at set-up. `not detected`: to be avoided, as it cannot be seen. `refused`: an error that says what",
+        "works instead. Generated from `lightning_memopt/compat.py`.",
         "",
         "| feature | strategies | optimizers | verdict | how, or what works instead |",
         "| --- | --- | --- | --- | --- |",

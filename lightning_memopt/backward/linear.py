@@ -85,9 +85,11 @@ def install(root: nn.Module) -> list[nn.Module]:
         The changed modules, for `remove`.
     """
     changed: list[nn.Module] = []
+    # A compiled graph would form weight gradients of its own; fused layers run between compiled graphs instead.
+    fused = torch.compiler.disable(forward)
     for module in root.modules():
         if isinstance(module, nn.Linear) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(fused, module)  # type: ignore[method-assign]
             changed.append(module)
     return changed
 

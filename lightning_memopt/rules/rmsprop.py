@@ -51,7 +51,8 @@ class RMSpropRule(Rule):
         variance = v
         if s["centered"]:
             mean = rest[-1].lerp_(g, s["one_minus_alpha"])
-            variance = v.addcmul(mean, mean, value=-1)
+            # Rounding can leave it below zero, where torch's root is NaN.
+            variance = v.addcmul(mean, mean, value=-1).clamp_(min=0)
         denominator = variance.sqrt().add_(s["eps"])
         if s["momentum"]:
             w.add_(rest[0].mul_(s["momentum"]).addcdiv_(g, denominator), alpha=-s["lr"])

@@ -89,14 +89,15 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Also choose whether steps are captured; if so, everything runs on one side stream, as a capture must."""
         feature = self._no_graph(trainer) if self.cuda_graph else None
+        if feature is not None and self.cuda_graph is True:
+            raise refusal(feature)
         if feature is not None:
-            if self.cuda_graph is True:
-                raise refusal(feature)
             rank_zero_info(f"cuda_graph='auto': steps run eagerly. {refusal(feature)}")
-        elif self.cuda_graph:
+        graphs = bool(self.cuda_graph) and feature is None
+        if graphs:
             torch.cuda.set_stream(torch.cuda.Stream(self.root_device))
         super().setup_optimizers(trainer)
-        if self.cuda_graph and feature is None:
+        if graphs:
             assert self.lightning_module is not None
             self._graphs = StepGraphs(self.updater, self.lightning_module, strict=self.cuda_graph is True)
 
@@ -151,8 +152,8 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Release the graphs' memory and go back to the default stream."""
-        if self._graphs is not None:
-            self._graphs = None
+        self._graphs = None
+        if self.cuda_graph and self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)
             torch.cuda.set_stream(torch.cuda.default_stream(self.root_device))
         super().teardown()

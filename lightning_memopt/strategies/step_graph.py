@@ -11,6 +11,7 @@ replay has just written.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,8 @@ class StepGraph:
             CaptureError: The step does something that a graph cannot hold. Weights, states and counts are as before.
         """
         before = {slot: slot.rule.counters(slot.state) for slot in self.updater.slots.values()}
+        device = torch.cuda.current_device()
+        random = torch.cuda.default_generators[device].clone_state()
         norms, self.updater.norms = self.updater.norms, None
         plain_log = self.module.log
         self.module.log = self._record  # type: ignore[method-assign]
@@ -67,7 +70,14 @@ class StepGraph:
             for slot, counters in before.items():
                 slot.state.update(counters)
                 slot.clear()
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            # torch leaves generator and allocator in their capturing state when a capture breaks off.
+            torch.cuda.default_generators[device].graphsafe_set_state(random)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device, self.graph.pool())
+            cause: BaseException = error
+            while cause.__context__ is not None:  # ending the capture raises again
+                cause = cause.__context__
+            reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
             raise CaptureError(f"the training step cannot be captured in a CUDA graph: {reason}") from error
         finally:
             del self.module.log
@@ -133,6 +143,8 @@ class StepGraphs:
             key = self._key(batch)
             graph = self._graphs.get(key)
             if graph is None:
+                if self._unsettled():
+                    return None
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] <= EAGER_STEPS or len(self._graphs) >= MAX_GRAPHS:
                     return None
@@ -145,6 +157,11 @@ class StepGraphs:
                 raise
             self.reason = str(error)
             return None
+
+    def _unsettled(self) -> bool:
+        """Whether a state still learns from gradients, in plain torch, and will take another form."""
+        slots = self.updater.slots.values()
+        return any(storage.learns(slot.state) for slot in slots for storage in self.updater.storage(slot))
 
     def _key(self, batch: Any) -> Any:
         leaves, spec = pytree.tree_flatten(batch)
