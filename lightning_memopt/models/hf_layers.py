@@ -7,6 +7,7 @@ mask they look at the positions, which makes the host wait for the GPU in every 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -68,9 +69,8 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 def gated_forward(self: Any, x: Tensor) -> Tensor:
     """A gated feed-forward layer's forward that keeps gate and up only, where the last layer is a plain linear one."""
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-    bare = getattr(down.forward, "__func__", None) in (nn.Linear.forward, linear.forward) and down.bias is None
-    hooked = down._forward_hooks or down._forward_pre_hooks or down._backward_hooks or down._backward_pre_hooks
-    if not bare or hooked or x.dim() < 2 or not torch.is_grad_enabled():
+    # A compiled graph would form weight gradients of its own; the layer itself runs between graphs.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.dim() < 2 or not _is_bare(down):
         return down(F.silu(gate) * up)
     weight = down.weight
     if not gate.dtype == up.dtype == weight.dtype:  # under autocast
@@ -79,6 +79,14 @@ def gated_forward(self: Any, x: Tensor) -> Tensor:
     if slot is not None:
         slot.count_use()
     return GatedLinear.apply(gate, up, weight, slot)
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether a layer is a linear one without bias, and calling it does nothing else."""
+    function = getattr(layer.forward, "__func__", None)
+    linear_one = function is not None and inspect.unwrap(function) in (nn.Linear.forward, linear.forward)
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return linear_one and layer.bias is None and not any(hooks)
 
 
 def install(net: nn.Module) -> None:

@@ -14,8 +14,9 @@ past T = 2 D (for bf16) not even that, as dW is then summed over the chunks in f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,12 @@ def linear_cross_entropy(
     return LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), ignore_index, chunk_elements, slot)
 
 
+@cache
+def _outside_graphs() -> Callable[..., Tensor]:
+    """The loss where a network is compiled: between graphs, as a graph would form the weight's gradient itself."""
+    return torch.compiler.disable(linear_cross_entropy)
+
+
 @contextmanager
 def loss_at_head(head: nn.Linear, targets: Tensor) -> Iterator[None]:
     """Inside, calling the module `head` returns the loss of its logits instead of the logits.
@@ -71,8 +78,8 @@ def loss_at_head(head: nn.Linear, targets: Tensor) -> Iterator[None]:
     So a network whose forward ends with ``return head(hidden)`` is run as a whole, with every hook that sharding,
     monitoring or the user put on its modules.
     """
-    own = head.__dict__.get("forward")
-    head.__dict__["forward"] = lambda hidden: linear_cross_entropy(hidden, head.weight, targets, head.bias)
+    own, loss = head.__dict__.get("forward"), _outside_graphs()
+    head.__dict__["forward"] = lambda hidden: loss(hidden, head.weight, targets, head.bias)
     try:
         yield
     finally:

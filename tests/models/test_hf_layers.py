@@ -129,3 +129,12 @@ def test_weights_in_another_precision_keep_the_models_own_norm():
     norm = module.net.model.norm
     x = torch.randn(3, 16).bfloat16()
     assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
+def test_the_fused_strategys_own_forward_counts_as_plain(monkeypatch):
+    module, calls = module_of("llama"), []
+    apply = hf_layers.GatedLinear.apply
+    monkeypatch.setattr(hf_layers.GatedLinear, "apply", lambda *args: calls.append(args[3]) or apply(*args))
+    data = DataLoader([batch()] * 2, batch_size=None)
+    harness.fit(module.train(), "forge", data, max_steps=2)
+    assert len(calls) == 4 and None not in calls  # two layers, two steps, each with the updater's slot
