@@ -26,7 +26,8 @@ _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
 _NEAREST, _DITHER = tl.constexpr(codec.NEAREST), tl.constexpr(codec.DITHER)
 _TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
-_LEAST, _LIMIT = tl.constexpr(gefen.LEAST), tl.constexpr(gefen.GefenRule.limit)
+LIMIT = gefen.GefenRule.limit
+_LEAST, _LIMIT = tl.constexpr(gefen.LEAST), tl.constexpr(LIMIT)
 
 
 def kind(storage: Storage) -> int:

@@ -18,6 +18,7 @@ from lightning_memopt.kernels import blocks, codes
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
 from lightning_memopt.kernels.hopper_update import CHUNK, TILE_COLUMNS, TILE_ROWS
 from lightning_memopt.kernels.update import Update
+from lightning_memopt.rules.storage import Storage
 
 # Tokens in a stage of the operand ring, and its bytes.
 TOKENS = 64
@@ -68,9 +69,11 @@ def readable(tensor: Tensor) -> bool:
 
 def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     """Whether the kernel takes these operands and this weight as they lie in memory."""
-    moments = [update.state[storage.name] for storage in update.storage]
+    moments = [update.state[storage.name] for storage in streamed(update)]
+    # A gradient that the weight is part of is not known before the weight is there, which a block's mean cannot await.
+    alone = len(moments) == len(update.storage) or not update.scalars["l2"]
     return (
-        all(codes.kind(storage) <= codes.POSITIVE for storage in update.storage)
+        alone
         and dy.dtype == x.dtype
         and dy.dtype in (torch.bfloat16, torch.float16)
         and len(x) > 0
@@ -78,9 +81,14 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     )
 
 
+def streamed(update: Update) -> list[Storage]:
+    """The moments with a value per weight."""
+    return [storage for storage in update.storage if codes.kind(storage) != codes.MEAN]
+
+
 def bytes_per_weight(update: Update) -> int:
-    """Of weight and moments, without scales."""
-    return update.weight.element_size() + sum(update.state[storage.name].element_size() for storage in update.storage)
+    """Of weight and moments, without what blocks share."""
+    return update.weight.element_size() + sum(update.state[storage.name].element_size() for storage in streamed(update))
 
 
 @cache
@@ -97,23 +105,21 @@ def apply_factors(update: Update, dy: Tensor, x: Tensor, config: Config) -> Any:
     rows, columns = update.weight.shape
     chunk = (CHUNK, CHUNK)
     call = blocks.arguments(update)
-    _, _, _, row, key, nonfinite = call.tensors
-    values = [update.state[storage.name] for storage in update.storage]
-    # Where a moment has scales, they are the storage's last entry.
+    _, _, shares, row, key, nonfinite = call.tensors
+    descriptors = [_descriptor(update.state[storage.name], chunk) for storage in streamed(update)]
     scales = [
-        update.state[storage.entries()[-1]] if codes.kind(storage) >= codes.SIGNED else None
-        for storage in update.storage
+        share if codes.kind(storage) >= codes.SIGNED else None
+        for storage, share in zip(update.storage, shares, strict=True)
     ]
-    missing: list[Any] = [None] * (3 - len(values))
     tile_count = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     return weight_gradient_update[(min(tile_count, _multiprocessors(dy.device)),)](
         _descriptor(dy, (TOKENS, TILE_ROWS)),
         _descriptor(x, (TOKENS, TILE_COLUMNS)),
         _descriptor(update.weight, chunk),
-        *(_descriptor(value, chunk) for value in values),
-        *missing,
+        *descriptors,
+        *[None] * (3 - len(descriptors)),
         *scales,
-        *missing,
+        *[None] * (3 - len(scales)),
         row,
         key,
         nonfinite,
@@ -123,6 +129,7 @@ def apply_factors(update: Update, dy: Tensor, x: Tensor, config: Config) -> Any:
         call.offset,
         config.group,
         **call.constants,
+        WIDTH=blocks.width(update),
         STAGES=config.stages,
         SLOTS=config.slots,
         LAG=config.lag,

@@ -37,6 +37,7 @@ from lightning_memopt.kernels.hopper_update import (
     TILE_COLUMNS,
     TILE_ROWS,
     read_scales,
+    row_sums,
     scale_pointers,
     update_tile,
 )
@@ -44,6 +45,8 @@ from lightning_memopt.kernels.hopper_update import (
 _ROWS, _COLUMNS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS)
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
 _QUARTER = gl.constexpr(QUARTER)
+_CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
+_LIMIT = gl.constexpr(codes.LIMIT)
 
 
 @gluon.jit
@@ -136,18 +139,22 @@ def _stream(
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr, shared,
-    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr,
+    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     """Every other tile of this program: its matmul while the other group updates, then its update."""
     dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn = shared[:9]
     down, across, steps, group, rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scale_ptrs = shared[9:]
     stages: gl.constexpr = x_ring.type.shape[0]
+    SHARED: gl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
     common, own = tiles.scalars(row_ptr, SCALARS)
+    bend = 0.0
+    if len(KINDS) > 0 and KINDS[0] == _CURVE:
+        bend = tiles.next_scalar(row_ptr, SCALARS)
     plain = tiles.is_plain(common)
     # The random bits depend on the row-major index in the full parameter, modulo 2^32.
     in_chunk = gl.arange(0, _CHUNK, gl.SliceLayout(1, _QUARTER))
     starts = tiles.spread(in_chunk * columns + offset) + gl.load(key_ptr).to(gl.uint32)
-    scale_row = gl.cdiv(columns, _CHUNK)
+    scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
     i = GROUP * steps
     e = GROUP * _CHUNKS
     parity = 1 - GROUP
@@ -157,31 +164,41 @@ def _consume(
         # Asked for now, so that they are there when the matmul is done.
         existing = rows - row - in_chunk
         scale_at = (row + in_chunk) * scale_row + tile_column * _ACROSS
+        shared_at = (row + in_chunk) * shared_row + tile_column * (_COLUMNS // WIDTH)
         scales = ()
         for c in gl.static_range(_CHUNKS):
-            at = scale_at + (c // _ACROSS * _CHUNK * scale_row + c % _ACROSS)
-            mask = (existing > c // _ACROSS * _CHUNK) & (column + c % _ACROSS * _CHUNK < columns)
-            scales = scales + (read_scales(scale_pointers(scale_ptrs, at, KINDS), mask, KINDS),)
+            r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
+            at, shared_c = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
+            mask = (existing > r) & (column + k < columns)
+            scales = scales + (read_scales(scale_pointers(scale_ptrs, at, shared_c, KINDS), mask, KINDS),)
         mbarrier.wait(turn.index(GROUP), parity)
         acc, i = _multiply(i, dy_ring, x_ring, full, empty, steps)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
         i += steps
-        # 0 * g is NaN for the elements that must be left out, and for no others.
-        all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
+        if SHARED:
+            # If the sum of all squares is below the limit's, so is each; NaN is not.
+            sums = row_sums(acc * acc)
+            all_finite = gl.sum(sums[0] + sums[1] + (sums[2] + sums[3]), 0) < _LIMIT * _LIMIT
+        else:
+            # 0 * g is NaN for the elements that must be left out, and for no others.
+            sums = (existing, existing, existing, existing)
+            all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
         mbarrier.wait(chunk_turn.index(GROUP), parity)
         if all_finite & plain:
             update_tile(
-                acc, scales, e, starts, existing, scale_at, scale_row, columns, row, column, ready, done,
-                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, TILE, KINDS, STOCHASTIC, True,
+                acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
+                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, bend,
+                TILE, KINDS, WIDTH, STOCHASTIC, True,
             )  # fmt: skip
         else:
             if not all_finite:
                 gl.store(nonfinite_ptr, 1)
             update_tile(
-                acc, scales, e, starts, existing, scale_at, scale_row, columns, row, column, ready, done,
-                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, TILE, KINDS, STOCHASTIC, False,
+                acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
+                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, bend,
+                TILE, KINDS, WIDTH, STOCHASTIC, False,
             )  # fmt: skip
         e += 2 * _CHUNKS
         parity ^= 1
@@ -191,22 +208,25 @@ def _consume(
 def weight_gradient_update(
     dy, x, w, m0, m1, m2, scale0, scale1, scale2, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,
-    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr,
+    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x and take the step of rule `TILE` on weight and moments, in place.
 
     Args:
         dy, x: Descriptors of the factors, [tokens, rows] and [tokens, columns], bf16 or fp16.
-        w, m0, m1, m2: Descriptors of the weight and of as many moments as `KINDS` has entries.
-        scale0, scale1, scale2: Of each moment, pointer to its blocks' scales, where it has any.
+        w, m0, m1, m2: Descriptors of the weight and of as many moments as `KINDS` has entries; a moment that blocks
+            share has none.
+        scale0, scale1, scale2: Of each moment, pointer to its blocks' scales, where it has any, or to what they share.
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
         offset: Low 32 bits of `Update.offset`.
         group: Height of the bands in which tiles are taken.
         KINDS: Of each moment, as in `kernels.codes`.
+        WIDTH: Length of the blocks that share a second moment: 64 or 128.
         BYTES: Of one chunk of weight and moments.
     """
-    moments: gl.constexpr = len(KINDS)
+    # The second moment is the only one that may be shared.
+    moments: gl.constexpr = 1 if len(KINDS) > 1 and KINDS[1] == _MEAN else len(KINDS)
     dy_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, dy.block_type.shape[0], _ROWS], dy.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], _COLUMNS], x.layout)
     tensors = (w,)
@@ -244,8 +264,8 @@ def weight_gradient_update(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (0, shared, TILE, SCALARS, KINDS, STOCHASTIC)),
-            (_consume, (1, shared, TILE, SCALARS, KINDS, STOCHASTIC)),
+            (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
+            (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
             (_operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
             (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
         ],

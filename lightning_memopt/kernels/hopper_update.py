@@ -2,8 +2,8 @@
 # Device code, whose types are Triton's.
 """The update of a tile of dW that lies in the registers of a group of four warps, for `kernels.fused_hopper`.
 
-Weight and moments come and go through shared memory a chunk at a time; scales of coded moments are read and written
-directly, as they are few.
+Weight and moments come and go through shared memory a chunk at a time; scales of coded moments and moments that a block
+shares are read and written directly, as they are few.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ HALF = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_COLUMNS, 16])
 QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
-_SLOW, _SIGNED = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED)
+_SLOW, _SIGNED, _POSITIVE = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED), gl.constexpr(codes.POSITIVE)
+_MEAN = gl.constexpr(codes.MEAN)
 
 
 @gluon.jit
@@ -38,26 +39,68 @@ def _halves(x, axis: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _load(part, scale, KIND: gl.constexpr):
+def quarters(x):
+    """The chunks of a tile, row by row."""
+    upper, lower = _halves(x, 0, _HALF)
+    x0, x1 = _halves(upper, 1, _QUARTER)
+    x2, x3 = _halves(lower, 1, _QUARTER)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def row_sums(x):
+    """Of each chunk of a tile, the sums of its rows."""
+    x0, x1, x2, x3 = quarters(x)
+    return gl.sum(x0, 1), gl.sum(x1, 1), gl.sum(x2, 1), gl.sum(x3, 1)
+
+
+@gluon.jit
+def _block_sums(sums, WIDTH: gl.constexpr):
+    """Of each chunk of a tile, the sums of the blocks of `WIDTH` that its rows belong to."""
+    s0, s1, s2, s3 = sums
+    if WIDTH > _CHUNK:
+        upper, lower = s0 + s1, s2 + s3
+        return upper, upper, lower, lower
+    else:
+        return s0, s1, s2, s3
+
+
+@gluon.jit
+def _left_out(acc, common):
+    """A tile's squared gradient where it is to be used, and where it is not.
+
+    Moments that a block shares have rules with decoupled decay only, so the weight has no part in the gradient.
+    """
+    keep = codes.below_limit(acc)
+    w, g = tiles.prepare(0.0, acc, common)
+    return gl.where(keep, g * g, 0.0), gl.where(keep, 0.0, 1.0)
+
+
+@gluon.jit
+def _load(part, scale, bend, KIND: gl.constexpr):
     stored = part.load(_QUARTER)
     if KIND == _SIGNED:
         return codes.decode_signed(stored, scale.to(gl.float32)[:, None])
-    elif KIND > _SIGNED:
+    elif KIND == _POSITIVE:
         return codes.decode_positive(stored, scale.to(gl.float32)[:, None])
+    elif KIND > _POSITIVE:
+        return codes.decode_curve(stored, scale.to(gl.float32)[:, None], bend)
     else:
         return stored.to(gl.float32)
 
 
 @gluon.jit
-def _store(part, x, random, scale_ptr, mask, KIND: gl.constexpr, STOCHASTIC: gl.constexpr):
+def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTIC: gl.constexpr):
     """Write a moment back; where it is coded, a row of the chunk is a block, whose new scale is written too."""
     if KIND >= _SIGNED:
         scale = codes.block_scale(gl.max(gl.abs(x), 1))
         gl.store(scale_ptr, scale.to(scale_ptr.dtype.element_ty), mask=mask)
         if KIND == _SIGNED:
             part.store(codes.encode_signed(x, scale[:, None]))
-        else:
+        elif KIND == _POSITIVE:
             part.store(codes.encode_positive(x, scale[:, None], tiles.low_bits(random), STOCHASTIC))
+        else:
+            part.store(codes.encode_curve(x, scale[:, None], bend))
     elif KIND == _SLOW and STOCHASTIC and part.dtype == gl.bfloat16:
         part.store(tiles.round_bf16(x, tiles.low_bits(random)))
     else:
@@ -66,35 +109,44 @@ def _store(part, x, random, scale_ptr, mask, KIND: gl.constexpr, STOCHASTIC: gl.
 
 @gluon.jit
 def _update_chunk(
-    raw, slot, scales, scale_ptrs, mask, start, rings, common, own,
+    raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, rings, common, own, bend,
     TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on a chunk of weight and moments, in place in shared memory.
 
     Args:
         raw: The chunk of dW.
-        scales, scale_ptrs: Of each moment, every row's scale and where it lies; looked at where the moment is coded.
+        scales, scale_ptrs: Of each moment, every row's scale, or the moment that it shares, and where it lies; looked
+            at where the moment is coded or shared.
+        mean: The square of each row's gradient, averaged over the blocks that share a second moment.
+        count: How many weights it is the mean of.
         mask: Which rows exist.
+        first_mask: Those of them in which a block begins that shares a second moment.
         start: What a row contributes to the random bits.
         PLAIN: The gradient is finite and neither clipped by value nor coupled to the weight, as is nearly always so.
     """
     moments: gl.constexpr = len(KINDS)
+    SHARED: gl.constexpr = moments > 1 and KINDS[1] == _MEAN
     old = rings[0].index(slot).load(_QUARTER).to(gl.float32)
     # The moments a rule does not have are never looked at; the gradient stands in for them.
-    old0 = _load(rings[1].index(slot), scales[0], KINDS[0]) if moments > 0 else raw
-    old1 = _load(rings[2].index(slot), scales[1], KINDS[1]) if moments > 1 else raw
-    old2 = _load(rings[3].index(slot), scales[2], KINDS[2]) if moments > 2 else raw
+    old0 = _load(rings[1].index(slot), scales[0], bend, KINDS[0]) if moments > 0 else raw
+    if SHARED:
+        old1 = scales[1][:, None]
+    else:
+        old1 = _load(rings[2].index(slot), scales[1], bend, KINDS[1]) if moments > 1 else raw
+    old2 = _load(rings[3].index(slot), scales[2], bend, KINDS[2]) if moments > 2 else raw
     if PLAIN:
         w, g = tiles.prepare_plain(old, raw, common)
     else:
         w, g = tiles.prepare(old, raw, common)
-    w, m0, m1, m2 = TILE(w, g, g * g, old0, old1, old2, own)
+    g2 = mean[:, None] if SHARED else g * g
+    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, own)
     if not PLAIN:
         # What was bf16 before rounds to itself, so undoing the step in float32 is enough.
-        keep = tiles.finite(raw)
+        keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
         w = gl.where(keep, w, old)
         m0 = gl.where(keep, m0, old0)
-        m1 = gl.where(keep, m1, old1)
+        m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1)
         m2 = gl.where(keep, m2, old2)
     in_row = gl.arange(0, _CHUNK, gl.SliceLayout(0, _QUARTER))
     random = tiles.mix(start[:, None] + tiles.spread(in_row)[None, :])
@@ -103,25 +155,31 @@ def _update_chunk(
     else:
         rings[0].index(slot).store(w.to(rings[0].dtype))
     if moments > 0:
-        _store(rings[1].index(slot), m0, random, scale_ptrs[0], mask, KINDS[0], STOCHASTIC)
-    if moments > 1:
-        _store(rings[2].index(slot), m1, random, scale_ptrs[1], mask, KINDS[1], STOCHASTIC)
+        _store(rings[1].index(slot), m0, random, bend, scale_ptrs[0], mask, KINDS[0], STOCHASTIC)
+    if SHARED:
+        # A row's only element; stored as a column, it would be stored once per register that holds a copy.
+        gl.store(scale_ptrs[1], gl.max(m1, 1), mask=first_mask)
+    elif moments > 1:
+        _store(rings[2].index(slot), m1, random, bend, scale_ptrs[1], mask, KINDS[1], STOCHASTIC)
     if moments > 2:
-        _store(rings[3].index(slot), m2, random, scale_ptrs[2], mask, KINDS[2], STOCHASTIC)
+        _store(rings[3].index(slot), m2, random, bend, scale_ptrs[2], mask, KINDS[2], STOCHASTIC)
 
 
 @gluon.jit
-def scale_pointers(scale_ptrs, at, KINDS: gl.constexpr):
-    """Of each moment, pointers to a chunk's scales; `at` stands in for those of a moment that has none."""
+def scale_pointers(scale_ptrs, at, shared_at, KINDS: gl.constexpr):
+    """Of each moment, pointers to a chunk's scales or shared values; `at` stands in for one that has neither."""
     pointers = ()
     for i in gl.static_range(len(KINDS)):
-        pointers = pointers + ((scale_ptrs[i] + at) if KINDS[i] >= _SIGNED else at,)
+        if KINDS[i] == _MEAN:
+            pointers = pointers + (scale_ptrs[i] + shared_at,)
+        else:
+            pointers = pointers + ((scale_ptrs[i] + at) if KINDS[i] >= _SIGNED else at,)
     return pointers
 
 
 @gluon.jit
 def read_scales(pointers, mask, KINDS: gl.constexpr):
-    """Of each moment, a chunk's scales."""
+    """Of each moment, a chunk's scales or shared values."""
     scales = ()
     for i in gl.static_range(len(KINDS)):
         if KINDS[i] >= _SIGNED:
@@ -133,20 +191,34 @@ def read_scales(pointers, mask, KINDS: gl.constexpr):
 
 @gluon.jit
 def update_tile(
-    acc, scales, e, starts, existing, scale_at, scale_row, columns, row, column, ready, done, next_turn, rings,
-    scale_ptrs, common, own,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
+    acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done, next_turn, rings,
+    scale_ptrs, common, own, bend,
+    TILE: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on the chunks `e`, `e` + 1, ... that make up the tile at `row` and `column`.
 
     Rolled by hand, as code for all chunks at once would not fit into the instruction cache: registers cannot be
     indexed, so what is left of dW moves up a place instead.
+
+    Args:
+        sums: Of each chunk, the sums of its rows' squares; looked at where a second moment is shared.
+        scale_at, shared_at: Of each row of the first chunk, the index of its scale, and of its shared moment.
+        WIDTH: Length of the blocks that share a second moment.
     """
     slots: gl.constexpr = rings[0].type.shape[0]
-    upper, lower = _halves(acc, 0, _HALF)
-    x0, x1 = _halves(upper, 1, _QUARTER)
-    x2, x3 = _halves(lower, 1, _QUARTER)
+    SHARED: gl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
+    scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
+    counts = (existing, existing, existing, existing)
+    if SHARED:
+        if PLAIN:
+            sums = _block_sums(sums, WIDTH)
+        else:
+            squares, bad = _left_out(acc, common)
+            sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(row_sums(bad), WIDTH)
+    x0, x1, x2, x3 = quarters(acc)
     s0, s1, s2, s3 = scales
+    t0, t1, t2, t3 = sums
+    n0, n1, n2, n3 = counts
     for c in range(_CHUNKS):
         slot = e % slots
         mbarrier.wait(ready.index(slot), (e // slots) & 1)
@@ -154,11 +226,25 @@ def update_tile(
             mbarrier.arrive(next_turn, count=1)
         r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
         start = starts + tiles.spread((row + r) * columns + column + k)
-        pointers = scale_pointers(scale_ptrs, scale_at + (r * scale_row + k // _CHUNK), KINDS)
+        at, shared = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
+        pointers = scale_pointers(scale_ptrs, at, shared, KINDS)
         mask = (existing > r) & (column + k < columns)
-        _update_chunk(x0, slot, s0, pointers, mask, start, rings, common, own, TILE, KINDS, STOCHASTIC, PLAIN)
+        mean, count = t0, n0
+        if SHARED:
+            size = gl.minimum(columns - column - k // WIDTH * WIDTH, WIDTH)
+            if PLAIN:
+                mean = codes.block_mean(t0 * common[0] * common[0], size)
+            else:
+                count = size - n0
+                mean = codes.block_mean(t0, count)
+        _update_chunk(
+            x0, slot, s0, mean, count, pointers, mask, mask & (k % WIDTH == 0), start, rings, common, own, bend,
+            TILE, KINDS, STOCHASTIC, PLAIN,
+        )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(done.index(slot), count=1)
         x0, x1, x2 = x1, x2, x3
         s0, s1, s2 = s1, s2, s3
+        t0, t1, t2 = t1, t2, t3
+        n0, n1, n2 = n1, n2, n3
         e += 1

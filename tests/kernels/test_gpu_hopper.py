@@ -8,6 +8,7 @@ from kernel_cases import BF16, F32, INTERPRETED, RULES, check, make_update, twin
 
 from lightning_memopt.kernels import reference
 
+flat = pytest.importorskip("lightning_memopt.kernels.flat", exc_type=ImportError)
 hopper = pytest.importorskip("lightning_memopt.kernels.fused_hopper", exc_type=ImportError)
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not INTERPRETED
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
@@ -29,7 +30,7 @@ def step_both(update, dy, x, config=CONFIG) -> None:
     check(update, expected)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.startswith("gefen")])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dtype", "moment_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 def test_every_rule_and_format(rule, dtype, moment_dtype) -> None:
     torch.manual_seed(0)
@@ -38,7 +39,7 @@ def test_every_rule_and_format(rule, dtype, moment_dtype) -> None:
     step_both(make_update(rule, (136, 272), "cuda", dtype, moment_dtype), *factors(70, 136, 272), config)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "gefen-64"])
 @pytest.mark.parametrize("shape", [(1, 16), (8, 64), (128, 128), (130, 80), (300, 208), (2048, 2304)])
 @pytest.mark.parametrize("tokens", [1, 65, 640])
 def test_shapes(rule, shape, tokens) -> None:
@@ -54,11 +55,12 @@ def test_configurations(config) -> None:
     step_both(make_update("adamw", (1024, 2304), "cuda", BF16), *factors(200, 1024, 2304), hopper.Config(*config))
 
 
+@pytest.mark.parametrize("rule", ["adam", "gefen"])
 @pytest.mark.parametrize("clip", [0.05, float("inf")])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_clipping_and_rounding(clip, rounding) -> None:
+def test_clipping_and_rounding(rule, clip, rounding) -> None:
     torch.manual_seed(3)
-    update = make_update("adam", (256, 256), "cuda", BF16, rounding=rounding, clip=clip)
+    update = make_update(rule, (256, 256), "cuda", BF16, rounding=rounding, clip=clip)
     step_both(update, *factors(64, 256, 256, BF16))
 
 
@@ -74,7 +76,7 @@ def test_random_bits_are_the_reference_s() -> None:
         assert (ours != theirs).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
 def test_non_finite_elements_are_left_out(rule) -> None:
     torch.manual_seed(5)
     update = make_update(rule, (256, 256), "cuda", BF16)
@@ -93,7 +95,26 @@ def test_non_finite_elements_are_left_out(rule) -> None:
             assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("bad", [float("nan"), 2.0**56])
+@pytest.mark.parametrize("rule", ["gefen", "gefen-64"])
+def test_shared_moments_without_some_elements_are_the_flat_kernel_s(rule, bad) -> None:
+    torch.manual_seed(7)
+    update = make_update(rule, (256, 272), "cuda", F32)
+    expected = twin(update, None)
+    dy, x = factors(9, 256, 272, BF16)
+    dy[4] = 0
+    dy[4, :99] = 1
+    x[4, 70], x[4, 200:] = bad, bad
+    # Sums with NaN or 2^56 in them are left out, all others do not know of them.
+    flat.apply_gradient(expected, dy.float().t() @ x.float())
+    hopper.apply_factors(update, dy, x, CONFIG)
+    assert update.nonfinite.item() == expected.nonfinite.item() == 1
+    torch.testing.assert_close(update.weight, expected.weight, rtol=2e-5, atol=2e-6)
+    shared, wanted = update.state["exp_avg_sq"], expected.state["exp_avg_sq"]
+    torch.testing.assert_close(shared, wanted, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
 def test_two_runs_agree_bitwise(rule) -> None:
     torch.manual_seed(6)
     first = make_update(rule, (1024, 2304), "cuda", BF16)

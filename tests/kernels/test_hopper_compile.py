@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 NAMES = {BF16: "bf16", F32: "fp32", torch.uint8: "u8"}
 # (rule, weight, dense moments) and the kibibytes of machine code at most, both groups' two paths together.
 CASES = [("adamw", BF16, BF16, 128), ("adamw8bit", BF16, BF16, 180), ("sgd", BF16, BF16, 80)]
+CASES += [("gefen", BF16, BF16, 180), ("gefen-64", BF16, BF16, 180)]
 
 
 def descriptor(block, dtype) -> str:
@@ -27,10 +28,10 @@ def compile_for(update, config):
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from lightning_memopt.kernels import blocks
+    from lightning_memopt.kernels import blocks, codes
 
     kernel, chunk = hopper.weight_gradient_update, (hopper.CHUNK, hopper.CHUNK)
-    values = [update.state[storage.name] for storage in update.storage]
+    values = [update.state[storage.name] for storage in hopper.streamed(update)]
     types = {
         "dy": descriptor((hopper.TOKENS, hopper.TILE_ROWS), BF16),
         "x": descriptor((hopper.TOKENS, hopper.TILE_COLUMNS), BF16),
@@ -39,6 +40,7 @@ def compile_for(update, config):
         **dict.fromkeys(["rows", "columns", "tokens", "offset", "group"], "i32"),
     }  # fmt: skip
     constants = blocks.arguments(update).constants | {
+        "WIDTH": blocks.width(update),
         "STAGES": config.stages, "SLOTS": config.slots, "LAG": config.lag,
         "BYTES": hopper.CHUNK**2 * hopper.bytes_per_weight(update),
     }  # fmt: skip
@@ -47,8 +49,9 @@ def compile_for(update, config):
             types[f"m{i}"] = descriptor(chunk, values[i].dtype)
         else:
             constants[f"m{i}"] = None
-        if i < len(values) and values[i].dtype == torch.uint8:
-            types[f"scale{i}"] = "*bf16"
+        kind = codes.kind(update.storage[i]) if i < len(update.storage) else codes.DENSE
+        if kind >= codes.SIGNED:
+            types[f"scale{i}"] = "*fp32" if kind == codes.MEAN else "*bf16"
         else:
             constants[f"scale{i}"] = None
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
