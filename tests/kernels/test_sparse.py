@@ -21,7 +21,7 @@ from lightning_memopt.sparsity.state import gather
 
 pytest.importorskip("lightning_memopt.kernels.sparse_triton", exc_type=ImportError)
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
-DENSE_RULES = [name for name in RULES if name != "adamw8bit"]
+DENSE_RULES = [name for name in RULES if not name.startswith(("adamw8bit", "gefen"))]
 
 
 def sparsify(update: Update, mask: torch.Tensor, ages: int = 3) -> Update:
