@@ -186,6 +186,7 @@ def train(
     strategy: dict[str, Any] | str | None = None,
     save: Path | None = None,
     inspect: Callable[[Any], Any] | None = None,
+    ahead: bool | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train with `forge_fsdp` on the ranks there are; the weights, states and what `inspect` says of the trainer."""
@@ -194,6 +195,7 @@ def train(
     if isinstance(strategy, str):
         return _train(make, strategy, save, inspect, **options)
     made = memopt.ForgeFSDPStrategy(**({"rounding": "nearest", "timeout_seconds": 60} | (strategy or {})))
+    made.updater.ahead = ahead
     return _train(make, made, save, inspect, **options)
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_memopt.backward.exchange import all_gather
 from lightning_memopt.errors import UpdateError
@@ -51,37 +53,45 @@ class Peers:
         self._failed = False
         self._key = f"memopt_failure_{next(_runs)}"
 
-    def announce(self, kind: int, number: int, value: int = 0, flag: bool = True) -> tuple[list[int], bool]:
-        """Tell the others what comes next; returns every rank's value, in rank order, and whether all flags are set.
+    def announce(self, kind: int, number: int, value: int = 0, flag: bool = True) -> Answers:
+        """Tell the others what comes next, and start listening to them.
 
         Args:
             kind: What comes next.
             number: Which one.
             value: What the others want to know of it, for example this rank's tokens.
             flag: Something that must hold on all ranks.
+        """
+        said = [kind, number, value, int(flag)]
+        heard = torch.tensor(said * self.size)
+        if self._group is None:
+            return Answers(self, said, heard, None)
+        return Answers(self, said, heard, all_gather(heard, torch.tensor(said), group=self._group, async_op=True))
+
+    def check(self, said: Sequence[int], heard: Sequence[Sequence[int]]) -> None:
+        """Compare what the ranks announced.
 
         Raises:
             UpdateError: Another rank failed, or is about to do something else.
         """
-        if self._group is None:
-            return [value], flag
-        heard = self._gather([kind, number, value, int(flag)])
-        if any(other[0] == FAILED for other in heard):
+        failed = [rank for rank, (kind, *_) in enumerate(heard) if kind == FAILED]
+        if failed:
+            words = self._left_words()
             self._failed = True
-            raise UpdateError(self._words(heard))
-        if any(other[:2] != [kind, number] for other in heard):
+            raise UpdateError(words or f"rank {failed[0]} failed.")
+        if any(other[:2] != said[:2] for other in heard):
             self._failed = True
+            listed = (f"rank {rank} has {self.describe(kind, number)}" for rank, (kind, number, *_) in enumerate(heard))
             raise UpdateError(
-                f"ranks disagree about what comes next in backward: {self._listed(heard)}. Every rank must run "
+                f"ranks disagree about what comes next in backward: {', '.join(listed)}. Every rank must run "
                 "the same layers in the same order in each step: tokens may differ, the path may not."
             )
-        return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)
 
     def all_of(self, flags: Sequence[bool], kind: int) -> list[bool]:
         """Whether each flag is set on all ranks."""
         if self._group is None:
             return list(flags)
-        self.announce(kind, len(flags))
+        self.announce(kind, len(flags)).wait()
         both = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(flag) for flag in both.tolist()]
@@ -94,8 +104,8 @@ class Peers:
         words = f"rank {dist.get_rank(self._group)} failed: {type(error).__name__}: {error}"
         with suppress(RuntimeError):
             _store().set(self._key, words)
-        with suppress(RuntimeError, ValueError):  # nobody listens any more
-            self._words(self._gather([FAILED, 0, 0, 0], timedelta(seconds=PATIENCE)), words)
+        with suppress(RuntimeError):  # nobody listens any more
+            self.announce(FAILED, 0).work.wait(timedelta(seconds=PATIENCE))  # type: ignore[union-attr]
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -121,22 +131,34 @@ class Peers:
                 return _store().get(self._key).decode()
         return None
 
-    def _gather(self, header: list[int], timeout: timedelta | None = None) -> list[list[int]]:
-        heard = torch.empty(self.size * len(header), dtype=torch.int64)
-        work = all_gather(heard, torch.tensor(header), group=self._group, async_op=True)
-        work.wait(timeout) if timeout is not None else work.wait()
-        return heard.view(self.size, -1).tolist()
 
-    def _listed(self, heard: list[list[int]]) -> str:
-        words = (f"rank {rank} has {self.describe(kind, number)}" for rank, (kind, number, *_) in enumerate(heard))
-        return ", ".join(words)
+@dataclass
+class Answers:
+    """What the other ranks announce, on its way.
 
-    def _words(self, heard: list[list[int]], words: str = "") -> str:
-        """What the first of the failed ranks says."""
-        box = [words]
-        rank = next(rank for rank, (kind, *_) in enumerate(heard) if kind == FAILED)
-        dist.broadcast_object_list(box, group=self._group, group_src=rank)
-        return box[0]
+    Attributes:
+        peers: Who listens.
+        said: Kind, number, value and flag of this rank.
+        heard: Those of every rank, one after the other, once `work` is through.
+        work: The collective; None with one rank.
+    """
+
+    peers: Peers
+    said: list[int]
+    heard: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> tuple[list[int], bool]:
+        """Every rank's value, in rank order, and whether all flags are set.
+
+        Raises:
+            UpdateError: Another rank failed, or is about to do something else.
+        """
+        if self.work is not None:
+            self.work.wait()
+        heard = self.heard.view(self.peers.size, -1).tolist()
+        self.peers.check(self.said, heard)
+        return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)
 
 
 def _store() -> dist.Store:

@@ -1,9 +1,9 @@
 """The updater of sharded parameters: gradients are summed over ranks before rules see them.
 
 Autograd says when this rank's part of a gradient is complete, as for one device. Then, instead of updating, the factors
-are sent to the owners of their rows (`lightning_memopt.backward.exchange`), and the update of one layer runs when those
-of the next are on their way, so that communication overlaps the backward computation in between. Every rank sends the
-same layers in the same order.
+are announced, sent to the owners of their rows (`lightning_memopt.backward.exchange`) and used in three stages. While
+one layer is announced, the one before it is sent and the one before that updated, so that communication overlaps the
+backward computation in between. Every rank sends the same layers in the same order.
 
     step, immediate    factors are sent, and the owner's rows updated, as soon as they are complete
     step, deferred     factors are sent; their owner keeps them, or the gradient of its rows if that is smaller
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Exchange, Ranks, any_rank, reduce_rows, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
-from lightning_memopt.backward.peers import Peers
+from lightning_memopt.backward.peers import Answers, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot, row_entries, spread_rows
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
@@ -42,6 +42,9 @@ from lightning_memopt.rules.storage import Dense, Storage
 if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
 
+# Factors of which the others have been told, and those on their way; whether they complete the gradient.
+Announced = tuple[ShardedSlot, Factors, bool, Answers]
+Flying = tuple[ShardedSlot, Exchange, bool]
 # Kinds of announcements.
 FACTORS, UPDATE, END = 1, 2, 3
 
@@ -51,6 +54,8 @@ class ShardedUpdater(Updater):
 
     Attributes:
         route: How gradients of linear layers are summed over ranks; ``"auto"`` takes what moves fewer bytes.
+        ahead: Announce a layer before the one before it is sent, so that the host need not wait for the answers. By
+            default for GPUs, whose hosts run ahead of them.
         plan: Route and bytes received, by parameter name, of the last step.
     """
 
@@ -58,11 +63,13 @@ class ShardedUpdater(Updater):
         super().__init__(*args, **kwargs)
         self.reports = NonFiniteReports(self.reports.mode, together=True)
         self.route: Literal["auto"] | Route = "auto"
+        self.ahead: bool | None = None
         self.plan: dict[str, tuple[Route, int]] = {}
         self.ranks: Ranks | None = None
         self.peers: Peers | None = None
         self._unsharded: Mapping[nn.Parameter, nn.Parameter] = {}
-        self._flying: tuple[ShardedSlot, Exchange, bool] | None = None
+        self._announced: Announced | None = None
+        self._flying: Flying | None = None
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
 
@@ -141,10 +148,11 @@ class ShardedUpdater(Updater):
         slot.ready = True
         if not slot.outgoing:
             return
-        once = slot.uses == len(slot.outgoing) == 1
         if torch._C._current_graph_task_id() != self._task:
             self._reentrant = True
-        complete = once if self._reentrant else not slot.awaits_average
+            complete = slot.uses == len(slot.outgoing) == 1
+        else:
+            complete = not self._reentrant
         immediate = self._stepping is not None and not self._deferred
         self._send(slot, immediate and complete and not slot.awaits_average)
 
@@ -159,7 +167,23 @@ class ShardedUpdater(Updater):
             self._arrived(slot, complete)
             return
         bounded = dy.is_cuda or _product_below(dy, x, slot.rule.limit / ranks.size)
-        tokens, bounded = self.peers.announce(FACTORS, slot.number, len(dy), bounded)
+        answers = self.peers.announce(FACTORS, slot.number, len(dy), bounded)
+        before, self._announced = self._announced, (slot, (dy, x), complete, answers)
+        self._exchange(before)
+        if not (dy.is_cuda if self.ahead is None else self.ahead):
+            self._exchange_announced()
+
+    def _exchange_announced(self) -> None:
+        announced, self._announced = self._announced, None
+        self._exchange(announced)
+
+    def _exchange(self, announced: Announced | None) -> None:
+        """Send what was announced, once the others have answered."""
+        if announced is None:
+            return
+        assert self.ranks is not None
+        ranks, (slot, (dy, x), complete, answers) = self.ranks, announced
+        tokens, bounded = answers.wait()
         route = self._choose(slot, max(tokens), dy.element_size())
         if route == "exchange":
             before, self._flying = self._flying, (slot, Exchange(dy, x, max(tokens), ranks), complete)
@@ -191,7 +215,7 @@ class ShardedUpdater(Updater):
         flying, self._flying = self._flying, None
         self._receive(flying)
 
-    def _receive(self, flying: tuple[ShardedSlot, Exchange, bool] | None) -> None:
+    def _receive(self, flying: Flying | None) -> None:
         """Wait for factors under way, on the device."""
         if flying is not None:
             slot, exchange, complete = flying
@@ -211,13 +235,14 @@ class ShardedUpdater(Updater):
             assert isinstance(slot, ShardedSlot)
             if slot.outgoing:
                 self._send(slot, complete=False)
+        self._exchange_announced()
         self._land()
         super()._end_pass()
 
     def drop_queue(self, optimizer: Optimizer | None = None) -> None:
         """Also forget factors under way."""
         super().drop_queue(optimizer)
-        self._flying = None
+        self._announced = self._flying = None
 
     # ---------------------------------------------------------------- the end of a step
 
@@ -242,7 +267,7 @@ class ShardedUpdater(Updater):
             sound = finite(factors, grad, dtype, max(1, SLAB_ELEMENTS // max(1, slot.param.shape[1])), limit)
         else:
             sound = grad is None or bool((grad.abs() < limit).all())
-        return self.peers.announce(UPDATE, slot.number, flag=sound)[1]
+        return self.peers.announce(UPDATE, slot.number, flag=sound).wait()[1]
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if not update.weight.numel():  # this rank has no rows, but its state has the same entries as the others'

@@ -76,6 +76,18 @@ def test_settings(two: Ranks, setting: str, route: str) -> None:
     assert_equal(two, partial(Module, net=Deep, **module_options), strategy={"route": route}, **options)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("setting", ["plain", "clip_accumulate"])
+@pytest.mark.parametrize("net", [Deep, Net])
+def test_announced_ahead(two: Ranks, net: type[nn.Module], setting: str, route: str) -> None:
+    """The order of things on GPUs: a layer is announced before the one before it is sent."""
+    module_options, options = SETTINGS[setting]
+    make = partial(Module, net=net, **module_options)
+    plain = train_plain(make, **options)
+    results = two(train, make, {"route": route}, ahead=True, **options)
+    assert furthest(results[0], results[1]) == 0 and furthest(plain, results[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_rule(two: Ranks, optimizer: str) -> None:
     """Every rule on shards."""

@@ -112,6 +112,7 @@ class OtherPath(nn.Module):
 )
 def test_all_ranks_end(net: type[nn.Module], words: str, route: str) -> None:
     """An error in the middle of one rank's backward pass, or another path through the model."""
+    assert any(case.feature == "ranks that run different layers" for case in CASES)
     doomed = Ranks(2)
     try:
         errors = doomed.attempt(train, partial(Module, net=net), {"route": route, "timeout_seconds": 8})
