@@ -21,15 +21,19 @@ class Ranks:
     """Processes that stay up between calls: starting them takes longer than most tests."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
+        self.start()
+
+    def start(self) -> None:
+        """Start the processes."""
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.size = size
-        pipes = [context.Pipe() for _ in range(size)]
+        pipes = [context.Pipe() for _ in range(self.size)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
@@ -54,6 +58,9 @@ class Ranks:
                 results.append(pipe.recv() if pipe.poll(120) else TimeoutError("no answer within 120 s"))
             except (EOFError, OSError):
                 results.append(EOFError("the process ended"))
+        if any(isinstance(result, (TimeoutError, EOFError)) for result in results):
+            self.stop()
+            self.start()
         return results
 
     def stop(self) -> None:

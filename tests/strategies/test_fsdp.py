@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,20 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_memopt as memopt
 
 ROUTES = ["exchange", "reduce"]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def assert_equal(ranks: Ranks, make: Any, tolerance: float = 1e-5, strategy: Any = None, **options: Any) -> list[Any]:
@@ -202,7 +187,7 @@ def test_uneven_tokens(two: Ranks, route: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum", "lion"])
-def test_bf16_true(two: Ranks, optimizer: str) -> None:
+def test_bf16_true(one: Ranks, two: Ranks, optimizer: str) -> None:
     """Stochastic rounding depends on global indices only, so that one and two processes nearly always agree.
 
     Sums over ranks have another order, which tips a few roundings; FSDP2 reduces the other parameters in bf16.
@@ -210,11 +195,7 @@ def test_bf16_true(two: Ranks, optimizer: str) -> None:
     make = partial(Module, net=Deep, optimizer=OPTIMIZERS[optimizer])
     options = {"precision": "bf16-true", "max_steps": 4}
     strategy = {"rounding": "stochastic"}
-    one = Ranks(1)
-    try:
-        single = one(train, make, strategy, **options)[0]
-    finally:
-        one.stop()
+    single = one(train, make, strategy, **options)[0]
     double = two(train, make, strategy, **options)[0]
     same = total = 0
     for name, weight in single["weights"].items():
@@ -345,15 +326,11 @@ def test_manual_optimization(two: Ranks) -> None:
     assert_equal(two, partial(Manual, net=Deep), max_steps=16)
 
 
-def test_alias_and_single_device() -> None:
+def test_alias_and_single_device(one: Ranks) -> None:
     """``devices=1`` needs no other process; the name is registered."""
-    one = Ranks(1)
-    try:
-        plain = train_plain()
-        assert furthest(plain, one(train)[0]) <= 1e-5
-        assert furthest(plain, one(train, gradient_clip_val=100.0, accumulate_grad_batches=1)[0]) <= 1e-5
-    finally:
-        one.stop()
+    plain = train_plain()
+    assert furthest(plain, one(train)[0]) <= 1e-5
+    assert furthest(plain, one(train, gradient_clip_val=100.0)[0]) <= 1e-5
     from lightning.pytorch.strategies import StrategyRegistry
 
     assert isinstance(StrategyRegistry.get("forge_fsdp"), memopt.ForgeFSDPStrategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,9 @@ FORMATS = {"folder": {"save_distributed_checkpoint": True}, "file": {"save_distr
 FIVE, TEN = {"batches": 1, "max_steps": 5}, {"batches": 1, "max_steps": 10}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    started: dict[int, Ranks] = {size: Ranks(size) for size in (1, 2)}
-    yield started
-    for group in started.values():
-        group.stop()
+@pytest.fixture
+def ranks(one: Ranks, two: Ranks) -> dict[int, Ranks]:
+    return {1: one, 2: two}
 
 
 def wide(optimizer: str) -> Any:
@@ -71,18 +68,14 @@ def test_reshard(ranks: dict[int, Ranks], optimizer: str, form: str, tmp_path: P
             assert_same_states(resumed, whole)
 
 
-def test_four_to_two(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+def test_four_to_two(ranks: dict[int, Ranks], four: Ranks, tmp_path: Path) -> None:
     """Short and empty shards, and replicas."""
-    four = Ranks(4)
-    try:
-        make = partial(Module, net=Deep)
-        for i, strategy in enumerate(({}, {"replicate": 2})):
-            path = tmp_path / f"{i}.ckpt"
-            saved = four(train, make, strategy, save=path, **FIVE)[0]
-            assert_same_states(saved, ranks[2](train, make, ckpt_path=path, **FIVE)[0])
-            assert_same_states(saved, four(train, make, {"replicate": 2 - i}, ckpt_path=path, **FIVE)[0])
-    finally:
-        four.stop()
+    make = partial(Module, net=Deep)
+    for i, strategy in enumerate(({}, {"replicate": 2})):
+        path = tmp_path / f"{i}.ckpt"
+        saved = four(train, make, strategy, save=path, **FIVE)[0]
+        assert_same_states(saved, ranks[2](train, make, ckpt_path=path, **FIVE)[0])
+        assert_same_states(saved, four(train, make, {"replicate": 2 - i}, ckpt_path=path, **FIVE)[0])
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,6 @@ import lightning_memopt as memopt
 from lightning_memopt.compat import CASES
 
 DEEP = partial(Module, net=Deep)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 def rank() -> int:
