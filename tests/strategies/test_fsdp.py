@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import OPTIMIZERS, Module, Net, next_token_loss
-from sharded import BATCH, Deep, Ranks, ShardsItself, Straight, Wide, furthest, train, train_forge, train_plain
+from harness import OPTIMIZERS, QUIET, Module, Net, next_token_loss
+from sharded import BATCH, Deep, Ranks, ShardsItself, Straight, Wide, data, furthest, train, train_forge, train_plain
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -340,3 +340,42 @@ def test_net_is_the_harness_one() -> None:
     """`Module`'s default network has tied and reused layers; `test_tied_and_reused` relies on it."""
     net = Net()
     assert net.head.weight is net.embedding.weight
+
+
+class Evaluates(Module):
+    """Validation, test and prediction on the root's and the blocks' weights."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(self.net, batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def every_stage() -> dict[str, Any]:
+    """Validate before any fit, fit twice with validation in between, test and predict after."""
+    import lightning.pytorch as pl
+
+    trained, losses = Evaluates(net=Deep), []
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for steps in (2, 4):
+        strategy = memopt.ForgeFSDPStrategy(rounding="nearest") if size > 1 else "auto"
+        trainer = pl.Trainer(
+            strategy=strategy, **(QUIET | {"devices": size, "max_steps": steps, "val_check_interval": 2})
+        )
+        losses.append(trainer.validate(trained, data(size), verbose=False)[0]["loss"])
+        trainer.fit(trained, data(size), data(size))
+        losses.append(trainer.test(trained, data(size), verbose=False)[0]["loss"])
+    outputs = trainer.predict(trained, data(size))
+    assert outputs is not None
+    return {"losses": losses, "finite": all(bool(torch.isfinite(out).all()) for out in outputs)}
+
+
+def test_every_stage(two: Ranks) -> None:
+    """The module stays sharded from one stage to the next, and each sees the weights of the one before."""
+    two(train, max_steps=1)  # joins the ranks
+    results = two(every_stage)
+    assert all(result["finite"] for result in results)
+    assert results[0]["losses"] == pytest.approx(every_stage()["losses"], abs=1e-5)
