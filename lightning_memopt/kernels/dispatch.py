@@ -82,7 +82,8 @@ def _in_triton(update: Update, kernel: Kernel) -> bool:
 
 def learns(update: Update) -> bool:
     """Whether a storage wants to see the gradient, for which the update runs in plain torch; completes the state."""
-    return any([storage.learns(update.state) for storage in update.storage])  # a list: each completes the state
+    # A list, not a generator: each storage completes the state.
+    return any([storage.learns(update.state) for storage in update.storage])  # noqa: C419
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: Kernel) -> bool:

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from lightning_memopt.rules.storage import Rounder, Storage
 
-# A block is short enough that a GPU's group of warps holds 64 rows of it while it also holds a tile of dW; 16-bit scales
-# keep it at 1.03 bytes per weight and moment.
+# A block is short enough that a GPU's group of warps holds 64 rows of it while it also holds a tile of dW; 16-bit
+# scales keep it at 1.03 bytes per weight and moment.
 BLOCK = 64
 # A block of zeros keeps this scale, so that no scale is zero and no decoded value is denormal (GPUs flush those).
 TINY = 2.0**-100

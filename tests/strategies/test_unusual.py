@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 
-
 def two_layers(size: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
 
