@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -27,9 +28,7 @@ class Ranks:
     def start(self) -> None:
         """Start the processes."""
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         pipes = [context.Pipe() for _ in range(self.size)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
@@ -68,6 +67,15 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def _free_port() -> int:
+    """A port below those that systems hand out by themselves, which another process might take meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int) -> None:

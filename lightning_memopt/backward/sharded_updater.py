@@ -15,6 +15,7 @@ end of the backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -285,6 +286,8 @@ class ShardedUpdater(Updater):
 
     def _watch_flags(self, slots: Sequence[Slot]) -> None:
         assert self.ranks is not None
+        if sys.exc_info()[0] is not None:  # the other ranks may be elsewhere
+            return
         for scalars in self._scalars.values():
             if scalars.nonfinite is not None:
                 any_rank(scalars.nonfinite, self.ranks)

@@ -154,6 +154,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         assert module is not None
         unsharded = sharding.unsharded_parameters(module)
         sharding.rebind(self.optimizers, self._names_before, module)
+        self._names_before = {}
         if self._peers is None:
             self._peers = Peers(self.world_size, self.timeout)
         self.updater.share(self._ranks(), self._peers, unsharded)

@@ -91,9 +91,17 @@ def shard(
     for root, found in blocks:
         for block in found:
             _prepare(block, place, done)
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            _shard_unit(block, mesh, reshard_after_forward)
         _prepare(root, place, done)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        _shard_unit(root, mesh, False)
+
+
+def _shard_unit(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    whole = [param for param in module.parameters() if not hasattr(param, "device_mesh")]
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for param in whole:
+        # An optimizer may still hold it, but its memory must not outlive the shards' creation.
+        param.data = param.new_empty(0)
 
 
 def _refuse_shared(blocks: Sequence[nn.Module], roots: Sequence[nn.Module]) -> None:

@@ -18,10 +18,12 @@ import lightning_memopt as memopt
 ROUTES = ["exchange", "reduce"]
 
 
-def assert_equal(ranks: Ranks, make: Any, tolerance: float = 1e-5, strategy: Any = None, **options: Any) -> list[Any]:
+def assert_equal(
+    ranks: Ranks, make: Any, tolerance: float = 1e-5, strategy: Any = None, inspect: Any = None, **options: Any
+) -> list[Any]:
     """The sharded and the single run end in the same weights; all ranks agree on them to the last bit."""
     plain = train_plain(make, **options)
-    results = ranks(train, make, strategy, **options)
+    results = ranks(train, make, strategy, inspect=inspect, **options)
     assert all(furthest(results[0], other) == 0 for other in results)
     assert furthest(plain, results[0]) <= tolerance
     assert plain["step"] == results[0]["step"]
@@ -260,14 +262,20 @@ class BuiltBefore(Module):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.early = AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
+        self.originals = list(self.parameters())
 
     def configure_optimizers(self) -> Any:
         return self.early
 
 
 def test_optimizer_built_before_sharding(two: Ranks) -> None:
-    """It is handed the sharded parameters by name."""
-    assert_equal(two, partial(BuiltBefore, net=Deep))
+    """It is handed the sharded parameters by name; those of before take no memory any more."""
+    results = assert_equal(two, partial(BuiltBefore, net=Deep), inspect=kept_elements)
+    assert results[0]["said"] == 0
+
+
+def kept_elements(trainer: Any) -> int:
+    return sum(param.numel() for param in trainer.lightning_module.originals)
 
 
 class Meta(Module):
