@@ -16,9 +16,6 @@ from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, t
 from lightning_memopt.kernels.slabs import Factors, join, slabs
 from lightning_memopt.kernels.update import Update
 
-# Elements of a slab of dW in float32, 32 MiB: stays in L2 between the matmul and the update, yet fills the GPU.
-SLAB_ELEMENTS = 1 << 23
-
 
 def supports(update: Update) -> bool:
     """Whether the kernels know this update's device, dtypes and storages."""
@@ -71,7 +68,7 @@ def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) ->
     """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
     rows, columns = update.weight.shape
     # Whole tiles of the matmul, and slabs of equal height, so that the last one is not a sliver.
-    count = -(-rows * columns // SLAB_ELEMENTS)
+    count = -(-rows * columns // tuning.SLAB_ELEMENTS)
     height = -(-rows // count // 128) * 128 if count > 1 else rows
     for start, stop, slab in slabs(factors, grad, torch.float32, height):
         flat.apply_gradient(update.rows(start, stop), slab)

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_memopt.kernels import codes
 from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, Config, bytes_per_weight
 from lightning_memopt.kernels.hopper_update import CHUNK
 from lightning_memopt.kernels.update import Update
@@ -30,6 +31,8 @@ PORTABLE: Literal["portable"] = "portable"
 
 # Up to so many tokens a layer's weight costs more time than its operands.
 FEW = 1024
+# Elements of a slab of dW in two passes, float32, 32 MiB: stays in L2 between matmul and update, yet fills the GPU.
+SLAB_ELEMENTS = 1 << 23
 # Weights of a layer that are copied for a measurement: its first rows.
 SAMPLE = 1 << 26
 ROUNDS, CALLS = 5, 4
@@ -37,15 +40,24 @@ ROUNDS, CALLS = 5, 4
 
 def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Route:
     """The route for an update that the Hopper kernel supports; never `two_pass` if `fused`."""
-    found = _measured(update.weight.device).get(_key(update, dy, x))
+    config, found = default(update, len(x)), _measured(update.weight.device).get(_key(update, dy, x))
     if found is None and os.environ.get("MEMOPT_TUNE") == "1" and not torch.cuda.is_current_stream_capturing():
         found = tune(update, dy, x)
-    route = found if found is not None else default(update, len(x))
-    return default(update, len(x)) if fused and route == TWO_PASS else route
+    route = found if found is not None else TWO_PASS if _prefers_two_pass(update) else config
+    return config if fused and route == TWO_PASS else route
+
+
+def _prefers_two_pass(update: Update) -> bool:
+    """Small layers with two coded moments, which the flat kernel spreads better over the GPU.
+
+    Larger ones would need several slabs, whose launches cost more than that gains.
+    """
+    coded = any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
+    return coded and update.weight.numel() <= SLAB_ELEMENTS
 
 
 def default(update: Update, tokens: int) -> Config:
-    """What the table says."""
+    """The Hopper kernel's configuration according to the table."""
     high = tokens > 4 * FEW and len(update.storage) > 0
     return _table(bytes_per_weight(update), tokens <= FEW, high)
 

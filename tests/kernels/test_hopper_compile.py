@@ -93,3 +93,19 @@ def test_every_configuration_fits(rule, dtype, moment_dtype, tokens) -> None:
     for config in tuning.candidates(update, tokens):
         used = config.stages * hopper.STAGE + config.slots * hopper.CHUNK**2 * hopper.bytes_per_weight(update)
         assert used <= hopper.SHARED and config.slots >= 2
+
+
+def test_small_layers_with_two_codes_take_two_passes(monkeypatch) -> None:
+    from lightning_memopt.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_measured", lambda device: {})
+    monkeypatch.delenv("MEMOPT_TUNE", raising=False)
+    dy, x = torch.zeros(512, 128, dtype=BF16), torch.zeros(512, 128, dtype=BF16)
+    for rule, small in [("adamw8bit", tuning.TWO_PASS), ("gefen", None), ("adamw", None)]:
+        update = make_update(rule, (128, 128), "cpu", BF16, past=0)
+        config = tuning.default(update, 512)
+        assert tuning.choose(update, dy, x) == (small or config)
+        assert tuning.choose(update, dy, x, fused=True) == config
+        with monkeypatch.context() as large:
+            large.setattr(tuning, "SLAB_ELEMENTS", 128)
+            assert tuning.choose(update, dy, x) == config
