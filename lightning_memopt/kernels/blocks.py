@@ -20,7 +20,7 @@ from lightning_memopt.kernels import codes, tiles
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.optim.gefen_blocks import Blocks
 from lightning_memopt.optim.gefen_learning import CODEBOOK
-from lightning_memopt.rules.gefen import BlockMean, GefenRule, LearnedCodes
+from lightning_memopt.rules.gefen import BlockMean, LearnedCodes
 from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.rules.storage_8bit import BLOCK, Codes, PositiveCodes, SignedCodes
 
@@ -234,14 +234,12 @@ def arguments(update: Update) -> Arguments:
     scales = [
         update.state[storage.scale_name if isinstance(storage, Codes) else storage.name] for storage in update.storage
     ]
-    # What the rule's tile does not know, the bend, comes last.
-    known = len(update.rule.scalar_names) - isinstance(update.rule, GefenRule)
     contiguous = [tensor.contiguous() for tensor in (update.weight, *values)]
     strided = (update.weight, *values)
     copies = tuple((old, new) for old, new in zip(strided, contiguous, strict=True) if old is not new)
     constants = {
         "TILE": tiles.TILES[update.tile],
-        "SCALARS": known,
+        "SCALARS": len(codes.tile_scalars(update.rule)),
         "KINDS": tuple(codes.kind(storage) for storage in update.storage),
         "STOCHASTIC": update.rounding == "stochastic",
     }

@@ -13,6 +13,7 @@ import triton.language as tl
 from lightning_memopt.kernels import tiles
 from lightning_memopt.rules import gefen
 from lightning_memopt.rules import storage_8bit as codec
+from lightning_memopt.rules.base import Rule
 from lightning_memopt.rules.storage import Dense, Storage
 
 # Kinds of moments: float32 or bf16; the same, but rounded as the weight is where bf16; the two codes of AdamW8bit;
@@ -47,6 +48,11 @@ def kind(storage: Storage) -> int:
     if isinstance(storage, gefen.BlockMean):
         return MEAN
     return SLOW if isinstance(storage, Dense) and storage.slow else DENSE
+
+
+def tile_scalars(rule: Rule) -> tuple[str, ...]:
+    """Names of the scalars that the rule's tile function takes; the bend, which only codes know, follows them."""
+    return rule.scalar_names[:-1] if isinstance(rule, gefen.GefenRule) else rule.scalar_names
 
 
 @triton.jit

@@ -272,7 +272,7 @@ def _arguments(update: Update) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
     active = update.active
     assert active is not None and active.ages.table is not None
     assert update.row is not None and update.row_key is not None and update.nonfinite is not None
-    names = update.rule.scalar_names
+    names = codes.tile_scalars(update.rule)
     constants = {
         "TILE": tiles.TILES[update.tile],
         "SCALARS": len(names),

@@ -55,7 +55,8 @@ def random_mask(shape, density: float, device: str) -> torch.Tensor:
     return (torch.rand(shape) < density).to(device)
 
 
-@pytest.mark.parametrize("rule", DENSE_RULES)
+# Gefen keeps the moments of small weights whole.
+@pytest.mark.parametrize("rule", [*DENSE_RULES, "gefen"])
 @pytest.mark.parametrize(("dtype", "moment_dtype", "rounding"), [(F32, F32, "nearest"), (BF16, BF16, "stochastic")])
 def test_every_rule(rule, dtype, moment_dtype, rounding, device) -> None:
     torch.manual_seed(0)
