@@ -101,7 +101,7 @@ def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr
         if KIND == _SIGNED:
             code = codes.encode_signed(x, scale)
         elif KIND == _POSITIVE:
-            code = codes.encode_positive(x, scale, random, STOCHASTIC)
+            code = codes.encode_positive(x, scale, tiles.low_bits(random), STOCHASTIC)
         else:
             code = codes.encode_curve(x, scale, bend)
         tl.store(values + at, code, mask=valid)

@@ -77,14 +77,6 @@ def _left_out(acc, common):
 
 
 @gluon.jit
-def _to_float(stored):
-    if stored.dtype == gl.bfloat16:
-        return tiles.from_bf16(stored)
-    else:
-        return stored.to(gl.float32)
-
-
-@gluon.jit
 def _load(part, scale, bend, KIND: gl.constexpr):
     stored = part.load(_QUARTER)
     if KIND == _SIGNED:
@@ -94,7 +86,7 @@ def _load(part, scale, bend, KIND: gl.constexpr):
     elif KIND > _POSITIVE:
         return codes.decode_curve(stored, scale.to(gl.float32)[:, None], bend)
     else:
-        return _to_float(stored)
+        return stored.to(gl.float32)
 
 
 @gluon.jit
@@ -106,7 +98,7 @@ def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTI
         if KIND == _SIGNED:
             part.store(codes.encode_signed(x, scale[:, None]))
         elif KIND == _POSITIVE:
-            part.store(codes.encode_positive(x, scale[:, None], random, STOCHASTIC))
+            part.store(codes.encode_positive(x, scale[:, None], tiles.low_bits(random), STOCHASTIC))
         else:
             part.store(codes.encode_curve(x, scale[:, None], bend))
     elif KIND == _SLOW and STOCHASTIC and part.dtype == gl.bfloat16:
@@ -135,7 +127,7 @@ def _update_chunk(
     """
     moments: gl.constexpr = len(KINDS)
     SHARED: gl.constexpr = moments > 1 and KINDS[1] == _MEAN
-    old = _to_float(rings[0].index(slot).load(_QUARTER))
+    old = rings[0].index(slot).load(_QUARTER).to(gl.float32)
     # The moments a rule does not have are never looked at; the gradient stands in for them.
     old0 = _load(rings[1].index(slot), scales[0], bend, KINDS[0]) if moments > 0 else raw
     if SHARED:

@@ -118,14 +118,6 @@ def round_bf16(x, random16):
 
 
 @triton.jit
-def from_bf16(x):
-    """bf16 pairs as they come from memory to float32, in one instruction each; a conversion takes three for two."""
-    return tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
-    )
-
-
-@triton.jit
 def reciprocal(x):
     """1 / x in one instruction, to the last place but one; a full division would be a fifth of the whole update."""
     if _INTERPRETED:

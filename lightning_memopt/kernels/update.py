@@ -62,10 +62,6 @@ class Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""
         if start == 0 and stop == self.weight.shape[0]:
             return self
-        state = {
-            key: value
-            for storage in self.storage
-            for key, value in storage.rows(self.state, start, stop).items()
-        }
+        state = {key: value for storage in self.storage for key, value in storage.rows(self.state, start, stop).items()}
         offset = self.offset + start * self.weight[0].numel()
         return replace(self, weight=self.weight[start:stop], state=state, offset=offset)

@@ -35,9 +35,7 @@ class AdagradRule(Rule):
         size = float(group["lr"]) / (1 + float(state["step"]) * group["lr_decay"])
         return {"step_size": size, "eps": float(group["eps"])}
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w and sum."""
         (v,) = moments
         v.add_(g2)

@@ -46,9 +46,7 @@ class RAdamRule(Rule):
             "eps": float(group["eps"]),
         }
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w, exp_avg, exp_avg_sq."""
         m, v = moments
         m.lerp_(g, s["one_minus_beta1"])

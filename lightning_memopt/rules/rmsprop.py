@@ -42,9 +42,7 @@ class RMSpropRule(Rule):
             "centered": float(bool(group["centered"])),
         }
 
-    def update(
-        self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]
-    ) -> None:
+    def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w and the moments."""
         v, *rest = moments
         v.mul_(s["alpha"]).add_(g2, alpha=s["one_minus_alpha"])

@@ -85,11 +85,7 @@ class Dense(Storage):
 
     def create(self, param: Tensor) -> dict[str, Tensor]:
         """A tensor of the weight's shape, filled with `init`."""
-        return {
-            self.name: torch.full_like(
-                param, self.init, dtype=self.dtype, memory_format=torch.preserve_format
-            )
-        }
+        return {self.name: torch.full_like(param, self.init, dtype=self.dtype, memory_format=torch.preserve_format)}
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """The stored tensor itself where precisions agree."""
