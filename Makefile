@@ -8,7 +8,7 @@ PACKAGING := pyproject.toml constraints.txt
 PYTEST_WORKERS ?= 2
 PYTEST_THREADS ?= 1
 
-.PHONY: help train test check readme clean
+.PHONY: help train test test-gpu check readme clean
 
 help:
 	@echo "make train   install, then train a small language model (runs/quickstart)"

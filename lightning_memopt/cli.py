@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 import lightning_memopt  # noqa: F401  # registers the strategies before any Trainer exists
 
@@ -99,10 +100,21 @@ class MemOptCLI(LightningCLI):
         path = self.config[self.config.subcommand].get("ckpt_path") if self.config.get("subcommand") else None
         if path and path not in CKPT_KEYWORDS and "://" not in str(path) and not Path(path).exists():
             raise MemOptError(f"There is no checkpoint {path} (--ckpt_path).")
+        asked = self._model_options()
         try:
             super()._parse_ckpt_path()
         except Exception as error:  # torch raises half a dozen unrelated types for a broken file
             raise MemOptError(f"{path} is not a checkpoint that torch can read (--ckpt_path).") from error
+        kept = self._model_options()
+        changed = [f"{k}={kept[k]!r}, not {asked[k]!r}" for k in asked if k in kept and kept[k] != asked[k]]
+        if changed:
+            rank_zero_warn(f"{path} keeps the model options it was trained with: {'; '.join(changed)}.")
+
+    def _model_options(self) -> dict[str, Any]:
+        """The model's arguments as the config has them now."""
+        config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
+        options = getattr(config.get("model"), "init_args", None)
+        return options.as_dict() if options is not None else {}
 
 
 class ConfigCLI(MemOptCLI):
@@ -137,7 +149,9 @@ def main(args: list[str] | None = None) -> None:
             run_command(words[0], words[1:])
         else:
             MemOptCLI(args)
-    except (MemOptError, MisconfigurationException) as error:
+    except (MemOptError, MisconfigurationException, RuntimeError, KeyError) as error:
+        if not isinstance(error, (MemOptError, MisconfigurationException)):
+            error = _other_checkpoint(error)
         if os.environ.get("MEMOPT_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"memopt: error: {error}", file=sys.stderr)
@@ -156,6 +170,17 @@ def run_command(name: str, args: list[str]) -> None:
     parser = ShortErrorParser(prog=f"memopt {name}", description=" ".join(summary.split()))
     parser.add_function_arguments(command, as_group=False)
     command(**parser.parse_args(flags).as_dict())
+
+
+def _other_checkpoint(error: RuntimeError | KeyError) -> MemOptError:
+    """In one sentence, what Lightning and torch say of a checkpoint that is not the module's; else the error itself."""
+    if "Error(s) in loading state_dict" in str(error):
+        return MemOptError(
+            "The checkpoint's weights are not those of this model (--ckpt_path): names or shapes differ."
+        )
+    if "pytorch-lightning_version" in str(error):
+        return MemOptError("The checkpoint was not saved by Lightning, so it cannot be resumed (--ckpt_path).")
+    raise error
 
 
 def _own_error(error: BaseException | None) -> MemOptError | None:

@@ -60,6 +60,13 @@ CASES = (
         "`weight.data`, or in a checkpointed segment `parameter.detach()` of other than nn.Linear weights, may be read "
         "after the update; take a clone in the forward pass, outside checkpointed segments",
     ),
+    Case(
+        "a checkpoint of another optimizer",
+        "refused",
+        "the checkpoint's optimizer state lacks this option, so another optimizer saved it. Resume with that one, or "
+        "load the weights only.",
+    ),
+    Case("layer applied to a parameter", "exact", "its input is copied, as it may be updated first"),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
     Case(
         "torch.compile of the module or its parts",

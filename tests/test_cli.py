@@ -210,3 +210,32 @@ def test_the_installed_program_runs():
     )
     assert done.returncode == 0
     assert "--ckpt" in done.stdout
+
+
+def test_resuming_what_does_not_fit(workdir, capsys):
+    main(["fit", *TINY])
+    resume = ["fit", *TINY, f"--ckpt_path={RUN / 'last.ckpt'}", "--trainer.max_steps=14"]
+    other = ["--model.init_args.optimizer=torch.optim.SGD", "--model.init_args.optimizer.init_args.lr=0.1"]
+    message = error_of(capsys, [*resume, *other, "--model.init_args.optimizer.init_args.momentum=0.9"])
+    assert "SGD, 'momentum'" in message and "another optimizer saved it" in message
+    main(["fit", *TINY])
+    torch.save({"state_dict": {}}, "weights.ckpt")
+    assert "not saved by Lightning" in error_of(capsys, ["fit", *TINY, "--ckpt_path=weights.ckpt"])
+    foreign = torch.load(RUN / "last.ckpt", weights_only=True)
+    foreign["state_dict"]["stranger"] = torch.zeros(1)
+    torch.save(foreign, "foreign.ckpt")
+    assert "are not those of this model" in error_of(capsys, ["fit", *TINY, "--ckpt_path=foreign.ckpt"])
+
+
+def test_resuming_says_which_model_options_it_keeps(workdir):
+    main(["fit", *TINY])
+    with pytest.warns(UserWarning, match=r"keeps the model options .*warmup_steps=2, not 7"):
+        main(
+            [
+                "fit",
+                *TINY,
+                f"--ckpt_path={RUN / 'last.ckpt'}",
+                "--trainer.max_steps=14",
+                "--model.init_args.warmup_steps=7",
+            ]
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,16 @@ def captured(module: Any = None, nonfinite: Any = "raise", **options: Any) -> No
         strategy.setup_optimizers(trainer)
 
 
+def other_optimizer() -> None:
+    """Adam's checkpoint resumed with SGD."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "adam.ckpt")
+        adam = fit(Module(Linear, torch.optim.Adam, square_loss), "forge", vectors(), max_steps=1)
+        adam.trainer.save_checkpoint(path)
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        fit(Module(Linear, sgd, square_loss), "forge", vectors(), max_steps=2, ckpt_path=path)
+
+
 def two_owners() -> None:
     """Two optimizers with the same parameters."""
 
@@ -165,6 +176,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "cuda_graph in manual optimization": lambda: captured(Manual(forgets)),
     "cuda_graph with accumulate_grad_batches": lambda: captured(accumulate_grad_batches=2),
     "cuda_graph with nonfinite='skip' and norm clipping": lambda: captured(nonfinite="skip", gradient_clip_val=1.0),
+    "a checkpoint of another optimizer": other_optimizer,
     "a parameter in two optimizers": (two_owners, r"net\.weight belongs to two optimizers"),
 }
 REFUSED = {case.feature: case.message for case in CASES if case.verdict == "refused"}

@@ -47,8 +47,8 @@ class FusedLinear(torch.autograd.Function):
             db = dy_rows.sum(0).to(ctx.bias_dtype)
         if needs_weight:
             x_rows = _rows(x)
-            if not needs_x and ctx.slot.updater.queueing:
-                # Data, not an activation: its owner may refill the memory before the step, unseen by torch.
+            # Data, not an activation, may be refilled by its owner before the step, unseen by torch.
+            if (not needs_x and ctx.slot.updater.queueing) or ctx.slot.updater.will_write(x_rows):
                 x_rows = x_rows.clone()
             if not ctx.slot.take(dy_rows, x_rows):
                 dw = dy_rows.t().matmul(x_rows).to(weight.dtype)

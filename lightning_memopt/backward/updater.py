@@ -93,6 +93,7 @@ class Updater:
         self._scalars: dict[torch.device, StepScalars] = {}
         self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
+        self._written: set[int] = set()
 
     # ---------------------------------------------------------------- set-up
 
@@ -107,6 +108,7 @@ class Updater:
         for optimizer in optimizers:
             self._adopt(optimizer)
         self._modules = install(module) + embedding.install(module)
+        self._note_storages()
 
     def detach(self) -> None:
         """Undo `attach`; weights and optimizer states stay."""
@@ -243,6 +245,7 @@ class Updater:
         mine = self._slots_of(optimizer)
         for slot in mine:
             slot.rule.counters(slot.state)
+        self._note_storages()
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
         self._set_clip(clip)
@@ -271,6 +274,13 @@ class Updater:
     def mend(self) -> None:
         """Weights and states were loaded anew: nothing is half-updated any more."""
         self._broken = False
+
+    def will_write(self, x: Tensor) -> bool:
+        """Whether `x` lies in the memory of a parameter, whose update may come before that of a weight it meets."""
+        return x.untyped_storage().data_ptr() in self._written
+
+    def _note_storages(self) -> None:
+        self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}
 
     def forget_uses(self) -> None:
         """Start counting the uses of weights anew: the step's own forward pass comes next."""
@@ -483,6 +493,9 @@ class Updater:
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         """Count an update, or report that it was left out."""
+        if slot.weight.is_cuda:
+            # Kernels write behind torch's back: let autograd see that tensors it saved have changed.
+            torch.autograd.graph.increment_version(slot.weight)
         if finite:
             slot.rule.advance(slot.group, slot.state)
             if slot.sparse is not None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_memopt.backward import Clip, NonFinite, Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
-from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.kernels import Kernel, Rounding, check_kernel
 from lightning_memopt.strategies import checkpointing
 
 
@@ -96,6 +96,7 @@ class ForgeMixin(Strategy):
         where = f"strategy '{self.strategy_name}'"
         if self.updater.kernel == "fused" and self.root_device.type == "cpu":
             raise refusal("kernel 'fused' on a CPU", where)
+        check_kernel(self.updater.kernel, self.root_device)
         precision = self.precision_plugin
         if precision.precision == "16-mixed":
             raise refusal("precision 16-mixed", where)
@@ -308,12 +309,19 @@ class ForgeMixin(Strategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load, then complete what plain optimizers leave out of their states."""
-        saved_states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        """Load, then complete what plain optimizers leave out of their states.
+
+        Raises:
+            UnsupportedError: The state is that of another optimizer.
+        """
+        saved_states = list(zip(self.optimizers, checkpoint["optimizer_states"], strict=True))
         loadable = [self.updater.loadable(optimizer, saved) for optimizer, saved in saved_states]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": loadable})
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.updater.restore(optimizer, saved)
+        for optimizer, saved in saved_states:
+            try:
+                self.updater.restore(optimizer, saved)
+            except KeyError as error:
+                raise refusal("a checkpoint of another optimizer", f"{type(optimizer).__name__}, {error}") from error
         self.updater.mend()
 
 

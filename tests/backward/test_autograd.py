@@ -358,7 +358,22 @@ def zero_features() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 0, bias=False), last)
 
 
+class Queries(nn.Module):
+    """Layers applied to parameters: learned queries, an embedding's table, another layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.table, self.other = nn.Parameter(torch.ones(3, 8)), nn.Embedding(5, 8), nn.Linear(8, 4)
+        self.project, self.keys, self.look, self.mix = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x)
+        scores = self.project(self.queries) @ keys.mT + self.mix(self.other.weight[:3]) @ keys.mT
+        return torch.softmax(scores, -1) @ keys + self.look(self.table.weight).mean() + self.other(x).mean()
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
+    "queries": Queries,
     "attention": Attention,
     "encoder_layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
     "lstm": Recurrent,
@@ -381,6 +396,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def test_networks(net: str) -> None:
     """Layers of all kinds, alone and around linear ones."""
     equal(square_loss, NETS[net])
+    equal(square_loss, NETS[net], gradient_clip_val=0.05, accumulate_grad_batches=2)
 
 
 def test_frozen_weights_have_no_state() -> None:
