@@ -57,6 +57,10 @@ class Slots:
         """Make `param` known to its layers."""
         setattr(param, SLOT, _Slot(self, param))
 
+    def will_write(self, x: Tensor) -> bool:
+        """Inputs that are parameters are few and small: their copies are not counted."""
+        return False
+
 
 @dataclass
 class _Slot:
