@@ -244,7 +244,7 @@ class Updater:
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
         for slot in mine:
-            slot.rule.counters(slot.state)
+            slot.rule.settle_counters(slot.state)
         self._note_storages()
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None

@@ -93,14 +93,16 @@ class Rule:
             state.update(moment.create(param))
         return state
 
-    def counters(self, state: State) -> State:
-        """Copies of the entries that count steps.
+    def settle_counters(self, state: State) -> None:
+        """Bring entries that count steps back where a checkpoint or Lightning moved or cast them.
 
-        They live on the CPU in float32, where `scalars` reads them without waiting for a device; those that a
-        checkpoint or Lightning moved or cast are brought back.
+        They live on the CPU in float32, where `scalars` reads them without waiting for a device.
         """
         for key in self.counts:
             state[key] = state[key].to("cpu", torch.float32)
+
+    def counters(self, state: State) -> State:
+        """Copies of the entries that count steps."""
         return {key: state[key].clone() for key in self.counts}
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
