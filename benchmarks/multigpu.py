@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,7 +73,7 @@ class Job:
         method: ``forge_fsdp``, or ``fsdp2``: Lightning's own strategy and the optimizer's own step.
         optimizer: See `make_optimizer`.
         route: Of forge_fsdp.
-        tokens: Per rank and step.
+        tokens: Per rank and step; the steps are taken with each of these in turn.
         samples: Sequences per rank.
         clip: Largest norm, or None.
         load, save: Checkpoints.
@@ -86,7 +87,7 @@ class Job:
     method: str = "forge_fsdp"
     optimizer: str = "adamw"
     route: str = "auto"
-    tokens: int = 32
+    tokens: Sequence[int] = (32,)
     samples: int = 1
     steps: int = WARMUP + MEASURED
     precision: str = "bf16-true"
@@ -141,11 +142,11 @@ class Model(pl.LightningModule):
     def train_dataloader(self) -> Any:
         """Batch i is the same set of sequences for any number of ranks."""
         job, rank = self.job, int(os.environ["RANK"])
-        length = job.tokens // job.samples
         batches = []
-        for step in range(job.steps):
+        for tokens, step in itertools.product(job.tokens, range(job.steps)):
             generator = torch.Generator().manual_seed(step)
-            whole = torch.randint(job.shape["vocab_size"], (job.ranks * job.samples, length + 1), generator=generator)
+            size = (job.ranks * job.samples, tokens // job.samples + 1)
+            whole = torch.randint(job.shape["vocab_size"], size, generator=generator)
             batches.append(whole[rank * job.samples : (rank + 1) * job.samples])
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
@@ -161,7 +162,7 @@ class Model(pl.LightningModule):
 
 
 class Meter(pl.Callback):
-    """Times steps by device events, counts bytes, and profiles the last step."""
+    """Times steps by device events, counts bytes, and profiles the last step, for each number of tokens."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -169,11 +170,13 @@ class Meter(pl.Callback):
         self.received = 0
         self.profiler: Any = None
         self.losses: list[Tensor] = []
+        self.results: list[dict[str, Any]] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == WARMUP and self.job.device == "cuda":
+        step = batch_idx % self.job.steps
+        if step == WARMUP and self.job.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if batch_idx == self.job.steps - 1:
+        if step == self.job.steps - 1:
             self.received = 0
             if self.job.profile and self.job.device == "cuda":
                 torch.cuda.synchronize()
@@ -188,6 +191,19 @@ class Meter(pl.Callback):
             self.marks.append(event)
         else:
             self.marks.append(time.perf_counter())
+        if batch_idx % self.job.steps == self.job.steps - 1:
+            self.results.append(self.result(trainer, module))
+            self.marks = []
+
+    def result(self, trainer: Any, module: nn.Module) -> dict[str, Any]:
+        """Of the steps with one number of tokens."""
+        plan = getattr(getattr(trainer.strategy, "updater", None), "plan", {})
+        result: dict[str, Any] = {"hidden": self.hidden(), "step_ms": self.step_ms(), "received": self.received}
+        result["predicted"] = predicted(module, plan, self.job)
+        result["exchanged_layers"] = sum(route == "exchange" for route, _ in plan.values())
+        if self.job.device == "cuda":
+            result["peak"] = torch.cuda.max_memory_allocated()
+        return result | {"loss": float(self.losses[-1])}
 
     def count(self) -> None:
         """Stand in for the collectives that move gradients, ours and FSDP2's."""
@@ -221,9 +237,10 @@ class Meter(pl.Callback):
         if self.profiler is None:
             return None
         torch.cuda.synchronize()
-        self.profiler.stop()
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
         spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for event in self.profiler.events():
+        for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
                 span = (event.time_range.start, event.time_range.end)
                 spans["nccl" in event.name.lower()].append(span)
@@ -259,7 +276,7 @@ def work(job: Job) -> None:
         accelerator="gpu" if job.device == "cuda" else "cpu",
         devices=job.ranks,
         precision=job.precision,  # type: ignore[arg-type]
-        max_steps=job.steps,
+        max_steps=job.steps * len(job.tokens),
         gradient_clip_val=job.clip,
         callbacks=[meter, *([Saver(job)] if job.kill is not None else [])],
         use_distributed_sampler=False,  # `train_dataloader` deals out the batches
@@ -271,12 +288,7 @@ def work(job: Job) -> None:
     trainer.fit(module, ckpt_path=job.load)
     answer: dict[str, Any] = {"step": trainer.global_step, "losses": [float(loss) for loss in meter.losses]}
     if job.part == "speed":
-        plan = getattr(getattr(trainer.strategy, "updater", None), "plan", {})
-        answer |= {"step_ms": meter.step_ms(), "received": meter.received, "hidden": meter.hidden()}
-        answer["predicted"] = predicted(module, plan, job)
-        answer["exchanged_layers"] = sum(route == "exchange" for route, _ in plan.values())
-        if job.device == "cuda":
-            answer["peak"] = torch.cuda.max_memory_allocated()
+        answer["results"] = meter.results
     if job.part in ("equal", "resume"):
         answer["sums"] = fingerprint(trainer, module)
     if job.save:
@@ -352,9 +364,9 @@ def run(job: Job, folder: Path) -> list[dict[str, Any]] | str:
 
 def equal(base: Callable[..., Job], ranks: int, folder: Path) -> Iterator[dict[str, Any]]:
     """N ranks against one, on the same global batches of `ranks` sequences."""
-    make = partial(base, part="equal", precision="32-true", steps=20, tokens=32, shape=TINY | {"num_layers": 2})
+    make = partial(base, part="equal", precision="32-true", steps=20, shape=TINY | {"num_layers": 2})
     for clip in (None, 0.5):
-        one = run(make(ranks=1, samples=ranks, tokens=32 * ranks, clip=clip), folder)
+        one = run(make(ranks=1, samples=ranks, tokens=(32 * ranks,), clip=clip), folder)
         for route in ("exchange", "reduce"):
             many = run(make(ranks=ranks, route=route, clip=clip), folder)
             row = {"part": "equal", "ranks": ranks, "route": route, "clip": clip}
@@ -380,37 +392,29 @@ METHODS = (
 
 
 def speed(base: Callable[..., Job], ranks: int, folder: Path, shape: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Every method at both sizes; the first and third with clipping as well."""
-    for tokens in (512, 2048):
-        for method, optimizer, route in METHODS:
-            for clip in (None, 1.0) if optimizer.startswith("adamw") and route == "auto" else (None,):
-                job = base(
-                    part="speed",
-                    ranks=ranks,
-                    shape=shape,
-                    tokens=min(tokens, shape["max_seq_len"]),
-                    method=method,
-                    optimizer=optimizer,
-                    route=route,
-                    clip=clip,
-                    profile=True,
-                )
-                row = {"part": "speed", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
-                row |= {"tokens": tokens, "clip": clip}
-                answers = run(job, folder)
-                if isinstance(answers, str):
-                    yield row | {"result": f"failed: {answers}"}
-                    continue
-                times = sorted(time for answer in answers for time in answer["step_ms"])
+    """Every method at both sizes; AdamW with clipping as well."""
+    sizes = [min(tokens, shape["max_seq_len"]) for tokens in (512, 2048)]
+    make = partial(base, part="speed", ranks=ranks, shape=shape, tokens=sizes, profile=True)
+    for method, optimizer, route in METHODS:
+        for clip in (None, 1.0) if optimizer in ("adamw", "adamw_fused") and route == "auto" else (None,):
+            row = {"part": "speed", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
+            row["clip"] = clip
+            answers = run(make(method=method, optimizer=optimizer, route=route, clip=clip), folder)
+            if isinstance(answers, str):
+                yield row | {"result": f"failed: {answers}"}
+                continue
+            for phase, tokens in enumerate(sizes):
+                results = [answer["results"][phase] for answer in answers]
                 yield row | {
+                    "tokens": tokens,
                     "result": "ran",
-                    "step_ms": round(times[len(times) // 2], 2),
-                    "peak_gib": round(max(answer.get("peak", 0) for answer in answers) / 2**30, 2),
-                    "received_mb": round(max(answer["received"] for answer in answers) / 1e6, 1),
-                    "predicted_mb": round(answers[0]["predicted"] / 1e6, 1),
-                    "exchanged_layers": answers[0]["exchanged_layers"],
-                    "hidden": answers[0]["hidden"],
-                    "loss": round(answers[0]["losses"][-1], 4),
+                    "step_ms": round(median(time for result in results for time in result["step_ms"]), 2),
+                    "peak_gib": round(max(result.get("peak", 0) for result in results) / 2**30, 2),
+                    "received_mb": round(max(result["received"] for result in results) / 1e6, 1),
+                    "predicted_mb": round(results[0]["predicted"] / 1e6, 1),
+                    "exchanged_layers": results[0]["exchanged_layers"],
+                    "hidden": results[0]["hidden"],
+                    "loss": round(results[0]["loss"], 4),
                 }
 
 
