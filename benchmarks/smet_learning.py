@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import multiprocessing
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,20 +101,26 @@ def train(method: str, density: float, seed: int, options: argparse.Namespace) -
 
 def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every run, from the cache where it is there."""
-    found = []
     # Seed by seed, so that a run that is stopped early still compares all methods.
-    for seed in range(options.seeds):
-        for method in METHODS:
-            for density in (1.0,) if method == "dense" else options.densities:
-                path = options.cache / f"{method.replace(' ', '_')}-{density:g}-{seed}.json"
-                if not path.exists():
-                    if options.report_only:
-                        continue
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(train(method, density, seed, options)))
-                found.append(json.loads(path.read_text()))
-                print(f"{method:>10} density {density:g} seed {seed}: {found[-1]['val_loss']:.4f}", flush=True)
-    return found
+    cells = {
+        (method, density, seed): options.cache / f"{method.replace(' ', '_')}-{density:g}-{seed}.json"
+        for seed in range(options.seeds)
+        for method in METHODS
+        for density in ((1.0,) if method == "dense" else options.densities)
+    }
+    if not options.report_only:
+        options.cache.mkdir(parents=True, exist_ok=True)
+        # Each job has a process of its own: a small model leaves most of a GPU, and of a many-core CPU, to others.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+            waiting = {
+                pool.submit(train, *cell, options): (cell, path) for cell, path in cells.items() if not path.exists()
+            }
+            for future in as_completed(waiting):
+                cell, path = waiting[future]
+                path.write_text(json.dumps(future.result()))
+                print("{:>10} density {:g} seed {}: {val_loss:.4f}".format(*cell, **future.result()), flush=True)
+    return [json.loads(path.read_text()) for path in cells.values() if path.exists()]
 
 
 def excess(found: Sequence[dict[str, Any]], method: str, density: float, every: int) -> list[list[float]]:
@@ -227,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "smet_learning")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "smet.png")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--report-only", action="store_true")
     options = parser.parse_args(arguments)
     report(runs(options), options)
