@@ -17,6 +17,13 @@ from lightning_memopt.bench import report
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: `make readme` writes this -->", "<!-- end of measured -->"
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adamw_fused": "torch AdamW, fused",
+    "bnb_adamw8bit": "bitsandbytes AdamW8bit",
+    "adamw8bit": "AdamW8bit",
+    "gefen": "Gefen",
+}
 # In the README: this model, and this layer. Everything else is in docs/results.md.
 MODEL, LAYER = "llama3_8b", "14336x4096"
 STEPS = (
@@ -36,6 +43,16 @@ KERNELS = (
     )
     + "\n"
 )
+SHARDED = (
+    fill(
+        "An 8B-shaped Llama in bf16, sharded over the GPUs of one host: `forge_fsdp` and Lightning's FSDP2 strategy "
+        "with torch's fused AdamW. Tokens are per rank and step; a step's time is the median over ranks; *received* is "
+        "what a rank receives of gradients in a step, counted, and in brackets as planned; *hidden* is the part of the "
+        "time in NCCL's kernels during which others ran as well.",
+        120,
+    )
+    + "\n"
+)
 
 
 def measured(root: Path = ROOT) -> str:
@@ -51,6 +68,9 @@ def measured(root: Path = ROOT) -> str:
     if kernels.is_file():
         about, rows = read_kernels(kernels)
         parts += [KERNELS, kernel_table([row for row in rows if row["layer"] == LAYER]), losses(rows), about]
+    sharded = root / "benchmarks" / "results" / "multigpu.csv"
+    if sharded.is_file():
+        parts += [SHARDED, sharded_table(report.read(sharded))]
     if not parts:
         return ""
     more = "All models and layers: [`docs/results.md`](docs/results.md).\n"
@@ -97,6 +117,48 @@ def _cell(column: str, text: str) -> str:
     if column in ("layer", "tokens", "rule"):
         return text
     return (f"{float(text):.2f}" if "/" in column else f"{float(text):.3f}") if text else "-"
+
+
+def sharded_table(rows: list[report.Cells]) -> str:
+    """Speed and memory by method, then what was checked besides."""
+    lines = ["| GPUs | method | tokens | step ms | of FSDP2's | peak GiB per rank | received MB | hidden | loss |"]
+    lines.append("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    speed = [row for row in rows if row["part"] == "speed"]
+    plain = {
+        (row["ranks"], row["tokens"], row["clip"]): float(row["step_ms"])
+        for row in speed
+        if row["optimizer"] == "adamw_fused" and row["result"] == "ran"
+    }
+    for row in speed:
+        name = f"{'FSDP2' if row['method'] == 'fsdp2' else row['method']}, {OPTIMIZERS[row['optimizer']]}"
+        name += f", {row['route']}" if row["route"] != "auto" else ""
+        name += ", clipped" if row["clip"] else ""
+        if row["result"] != "ran":
+            lines.append(f"| {row['ranks']} | {name} | | {row['result'].removeprefix('failed: ')} | | | | | |")
+            continue
+        base = plain.get((row["ranks"], row["tokens"], row["clip"])) or plain.get((row["ranks"], row["tokens"], ""))
+        ratio = f"{float(row['step_ms']) / base:.2f}" if base else ""
+        hidden = f"{float(row['hidden']):.0%}" if row["hidden"] else ""
+        moved = f"{float(row['received_mb']):.0f} ({float(row['predicted_mb']):.0f})"
+        cells = (row["ranks"], name, row["tokens"], f"{float(row['step_ms']):.0f}", ratio, row["peak_gib"])
+        lines.append("| " + " | ".join((*cells, moved, hidden, row["loss"])) + " |")
+    return "\n".join([*lines, "", *checks([row for row in rows if row["part"] != "speed"])]) + "\n"
+
+
+def checks(rows: list[report.Cells]) -> Iterator[str]:
+    """One line for each check that went with the benchmark."""
+    for row in rows:
+        where = f"{row['ranks']} GPUs"
+        if row["part"] == "equal":
+            what = f"{row['route']}{', clipped' if row['clip'] else ''}: weights after 20 steps in float32"
+            far = f", at most {float(row['difference']):.1e} apart" if row["difference"] else ""
+            yield f"- {where} against one, {what}: {row['result']}{far}."
+        elif row["part"] == "resume":
+            yield f"- Saved on {where}, loaded on one, {OPTIMIZERS[row['optimizer']]}: {row['result']}."
+        else:
+            yield f"- One of {where} killed in a backward pass: {row['result']}, after {row['seconds']} s."
+    for place in sorted({f"{row['device']}, torch {row['torch']}" for row in rows}):
+        yield f"\n{place}; `python -m benchmarks.multigpu`"
 
 
 def losses(rows: list[report.Cells]) -> str:

@@ -50,6 +50,15 @@ layer,tokens,rule,limit,matmul,torch,flat,fused,fused/limit,torch/fused,flat/fus
 14336x4096,512,SGD,0.1,0.1,0.3,0.2,0.15,1.5,2.0,1.3333,x
 4096x4096,512,SGD,0.1,0.1,,0.2,0.25,2.5,,0.8,x
 """
+MULTIGPU = """part,ranks,method,optimizer,route,tokens,clip,step_ms,peak_gib,received_mb,predicted_mb,\
+exchanged_layers,hidden,loss,difference,seconds,result,device,torch
+equal,2,,,exchange,,0.5,,,,,,,,5.96e-08,,equal,H,2.11
+resume,2,,gefen,,,,,,,,,,,,,equal,H,2.11
+kill,2,,,,,,,,,,,,,,89,"all ended, checkpoint usable",H,2.11
+speed,2,fsdp2,adamw_fused,auto,512,,200.0,33.1,8000.0,8000.0,0,0.5,9.1,,,ran,H,2.11
+speed,2,fsdp2,bnb_adamw8bit,auto,,,,,,,,,,,,failed: mixed tensors,H,2.11
+speed,2,forge_fsdp,adamw,reduce,512,1.0,150.0,24.5,4000.4,4000.4,0,0.25,9.2,,,ran,H,2.11
+"""
 
 
 def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, tmp_path):
@@ -60,6 +69,7 @@ def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, t
     assert readme.measured(tmp_path) == readme.results(tmp_path) == ""
     (tmp_path / "benchmarks" / "results" / "bench_llama3_8b.csv").write_text(BENCH)
     (tmp_path / "benchmarks" / "results" / "kernels_h200.csv").write_text(KERNELS)
+    (tmp_path / "benchmarks" / "results" / "multigpu.csv").write_text(MULTIGPU)
     readme.main(tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "| forge, SGD | 512 | 290 (289 to 300) | 2.00 | 50.0 |" in text
@@ -68,6 +78,11 @@ def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, t
     assert "In 1 of 2 cases two kernels are faster than the fused one: 4096x4096 at 512 tokens with SGD." in " ".join(
         text.split()
     )
+    assert "| 2 | forge_fsdp, AdamW, reduce, clipped | 512 | 150 | 0.75 | 24.5 | 4000 (4000) | 25% | 9.2 |" in text
+    assert "| 2 | FSDP2, bitsandbytes AdamW8bit | | mixed tensors |" in text
+    assert "- 2 GPUs against one, exchange, clipped: weights after 20 steps in float32: equal, at most 6.0e-08" in text
+    assert "- Saved on 2 GPUs, loaded on one, Gefen: equal." in text
+    assert "- One of 2 GPUs killed in a backward pass: all ended, checkpoint usable, after 89 s." in text
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| 4096x4096 | 512 | SGD |" in page and "| 4096x4096 |" not in text
     for target in re.findall(r"!\[.*?\]\((.+?)\)", page):
