@@ -245,11 +245,16 @@ def train_fsdp2(make: Callable[[], Any] = MAKE_SHARDED, **options: Any) -> dict[
     return _train(make, strategy, options.pop("save", None), None, **options)
 
 
-def train_forge(make: Callable[[], Any], save: Path | None = None, **options: Any) -> dict[str, Any]:
+def train_forge(
+    make: Callable[[], Any],
+    save: Path | None = None,
+    inspect: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Train on one device, in this process."""
     import lightning_memopt as memopt
 
-    return _train(make, memopt.ForgeStrategy(rounding="nearest"), save, None, **options)
+    return _train(make, memopt.ForgeStrategy(rounding="nearest"), save, inspect, **options)
 
 
 def train_plain(make: Callable[[], Any] = MAKE, **options: Any) -> dict[str, Any]:

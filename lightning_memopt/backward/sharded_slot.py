@@ -87,6 +87,10 @@ class ShardedSlot(Slot):
         """This rank's rows of the state."""
         return LocalState(self.state)
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """Gathered from all ranks, which must all ask for it."""
+        return spread_rows(self.param, rows).full_tensor()
+
     @property
     def pending(self) -> bool:
         """Whether any part of a gradient waits here."""
@@ -131,6 +135,9 @@ class ShardedSlot(Slot):
 
     def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add rows of dW, summed over ranks, to the buffer, which a rank without rows has as well: an empty one."""
+        if self.sparse is not None and self.sparse.accumulates:
+            self.sparse.fold_blocks(blocks, compute_dtype(self.weight))
+            return
         if self.buffer is None:
             weight = self.weight
             self.buffer = torch.zeros(weight.shape, dtype=compute_dtype(weight), device=weight.device)

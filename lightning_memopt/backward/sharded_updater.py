@@ -32,6 +32,7 @@ from lightning_memopt.backward.sharded_slot import ShardedSlot, row_entries, spr
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
 from lightning_memopt.backward.updater import Updater
+from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_slabs
 from lightning_memopt.kernels.dispatch import learns
@@ -39,6 +40,7 @@ from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, finite
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
+from lightning_memopt.sparsity.state import MASK
 
 if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
@@ -101,17 +103,23 @@ class ShardedUpdater(Updater):
         return ShardedSlot(self, name, param, optimizer, group, rule, unsharded, self.ranks, number)
 
     def _fill_state(self, slot: Slot) -> None:
-        """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter."""
+        """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter.
+
+        Moments of active weights are not: ranks have different numbers of them. Checkpoints have a form for that.
+        """
         slot.tile = slot.rule.tile(slot.group)
         state, storage = slot.state, self.storage(slot)
+        if slot.sparse is not None:
+            slot.sparse.fill(state, storage)
         for moment in storage:
             if isinstance(moment, Dense) and state.get(moment.name) is not None:
                 state[moment.name] = state[moment.name].to(moment.dtype)
         wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
         if all(state.get(key) is not None for key in wanted):
             return
-        fresh = slot.rule.init_state(slot.weight, slot.group, storage)
-        for moment in storage:
+        like = slot.weight if slot.sparse is None else slot.sparse.own_like
+        fresh = slot.rule.init_state(like, slot.group, storage)
+        for moment in storage if slot.sparse is None else ():
             for key in row_entries(moment, fresh):
                 fresh[key] = spread_rows(slot.param, fresh[key])
         state.update({key: value for key, value in fresh.items() if state.get(key) is None})
@@ -129,6 +137,12 @@ class ShardedUpdater(Updater):
             slot = self.slots.get(param)
             if slot is None:
                 continue
+            if slot.sparse is not None:
+                slot.sparse.restore(slot.state, self.storage(slot), entries)
+                self._fill_state(slot)
+                continue
+            if MASK in entries:
+                raise refusal("a checkpoint of SMET without SMET", slot.name)
             state: dict[str, Any] = {key: entries[key].float().cpu() for key in slot.rule.counts if key in entries}
             for moment in self.storage(slot):
                 if moment.name in entries:
@@ -268,6 +282,8 @@ class ShardedUpdater(Updater):
             sound = finite(factors, grad, dtype, max(1, SLAB_ELEMENTS // max(1, slot.param.shape[1])), limit)
         else:
             sound = grad is None or bool((grad.abs() < limit).all())
+        if slot.sparse is not None and slot.sparse.stored is not None:
+            sound = sound and bool((slot.sparse.stored.abs() < limit).all())
         return self.peers.announce(UPDATE, slot.number, flag=sound).wait()[1]
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:

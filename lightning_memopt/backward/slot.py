@@ -93,6 +93,10 @@ class Slot:
         """The optimizer's own state of this parameter; looked up, as loading a checkpoint replaces it."""
         return self.optimizer.state[self.param]
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """A tensor with a row for each row of the whole weight, from one with those of `weight`."""
+        return rows
+
     @property
     def pending(self) -> bool:
         """Whether any part of a gradient waits."""
@@ -196,7 +200,7 @@ class Slot:
         held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
         held += sum(dy.numel() * dy.element_size() for dy, *_ in self.lookups)
         if self.sparse is not None and self.sparse.accumulates:
-            if held <= self.sparse.active * dtype.itemsize and self.sparse.buffer is None and not always:
+            if held <= self.sparse.own * dtype.itemsize and self.sparse.buffer is None and not always:
                 return False
             self._check_inputs()
             first = self.sparse.fold(self.factors, dtype)

@@ -166,7 +166,7 @@ class Updater:
         like: Tensor = slot.param
         if slot.sparse is not None:
             slot.sparse.fill(state, storage)
-            like = slot.sparse.like
+            like = slot.sparse.own_like
         for moment in storage:
             if isinstance(moment, Dense) and state.get(moment.name) is not None:
                 state[moment.name] = state[moment.name].to(moment.dtype)

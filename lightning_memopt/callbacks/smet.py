@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,8 +16,6 @@ from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.optim.shards import sharded
-from lightning_memopt.sparsity.bits import unpack
 from lightning_memopt.sparsity.density import densities, sparse_layers
 from lightning_memopt.sparsity.layer import Settings, SparseLayer
 from lightning_memopt.sparsity.schedule import TopologySchedule
@@ -28,7 +26,7 @@ WINDOW = 10
 
 
 class SMET(pl.Callback):
-    """Train linear layers sparsely under ``strategy="forge"``: most weights are zero, and which ones changes.
+    """Train linear layers sparsely under the fused strategies: most weights are zero, and which ones changes.
 
     Every `update_every` optimizer steps each layer drops its active weights of least magnitude and grows as many
     others, which start at zero. A grown weight has an age of its own, the number of updates it has taken; bias
@@ -42,6 +40,9 @@ class SMET(pl.Callback):
     Masks and ages are part of the optimizer's state (`lightning_memopt.sparsity.state`), so a checkpoint resumes
     exactly. Logged around each update: ``smet/density``, ``smet/pruned``, ``smet/regrown`` (weights),
     ``smet/loss_before`` and, some steps later, ``smet/loss_after`` and ``smet/loss_jump``.
+
+    Under ``strategy="forge_fsdp"`` each rank has mask, ages and moments of its own rows. `masks` and `ages` gather
+    them, so all ranks must ask for them together.
 
     Args:
         density: Part of the weights that is active, in (0, 1]: of all sparse layers, or by pattern of the layer's name.
@@ -121,7 +122,7 @@ class SMET(pl.Callback):
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Active weights by parameter name: bool, shape of the parameter."""
+        """Active weights by parameter name: bool, shape of the parameter; of sharded ones, gathered from all ranks."""
         return {name: layer.mask() for name, layer in self.layers.items()}
 
     @property
@@ -129,12 +130,12 @@ class SMET(pl.Callback):
         """Ages by parameter name: int32, shape of the parameter; 0 for inactive weights.
 
         While a batch is processed, the age that its step goes by; between batches, that of the last step. A weight has
-        age 1 in its first update, and from the moment it is grown.
+        age 1 in its first update, and from the moment it is grown. Gathered like `masks`.
         """
         return {name: layer.ages(self._coming(layer)) for name, layer in self.layers.items()}
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all sparse layers: weight, moments, mask, index, ages."""
+        """Bytes of all sparse layers in this process: weight, moments, mask, index, ages."""
         total: dict[str, int] = {}
         for layer in self.layers.values():
             for part, size in layer.bytes().items():
@@ -184,11 +185,10 @@ class SMET(pl.Callback):
         layer_name, density = self._targets.get(id(slot.param), ("", 0.0))
         if not density:
             return None
-        if sharded(slot.param) is not None:
-            raise refusal("SMET on sharded weights", slot.name)
         if any(m.weight is slot.param for m in module.modules() if isinstance(m, torch.nn.Embedding)):
             raise refusal("SMET on a weight that is shared with an embedding", layer_name)
-        layer = SparseLayer(slot, density, self.settings, self._start(slot))
+        layer = SparseLayer(slot, density, self.settings)
+        layer.start(self._kept.get(slot.name))
         self.layers[slot.name] = layer
         return layer
 
@@ -204,18 +204,9 @@ class SMET(pl.Callback):
             )
         return {id(found[name].weight): (name, density) for name, density in each.items()}
 
-    def _start(self, slot: Slot) -> Tensor | None:
-        """The mask that an earlier fit of the same weight ended with."""
-        bits = self._kept.get(slot.name)
-        if bits is None or slot.param.numel() > 8 * bits.numel():
-            return None
-        bits = bits.to(slot.param.device)
-        inactive = slot.param.detach().reshape(-1)[~unpack(bits, 0, slot.param.numel())]
-        return None if inactive.any() else bits
-
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate what will be trained."""
-        self._zero()
+        self._zero(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Zero inactive weights, unless a checkpoint has; say what is sparse.
@@ -225,7 +216,7 @@ class SMET(pl.Callback):
         """
         if not self.layers:
             raise UnsupportedError("SMET: none of the layers to make sparse is trained by an optimizer.")
-        self._zero()
+        self._zero(trainer)
         self._step = trainer.global_step
         total = trainer.estimated_stepping_batches
         if math.isinf(total) and (self.stop_at is not None or self.prune_schedule != "constant"):
@@ -235,7 +226,7 @@ class SMET(pl.Callback):
             )
         end = total if self.stop_at is None else self.stop_at * total
         self._schedule = TopologySchedule(self.update_every, self.prune_fraction, self.prune_schedule, end)
-        memory = self.memory()
+        memory = self._memory_of_all()
         weights = sum(layer.runs.total for layer in self.layers.values())
         rank_zero_info(
             f"SMET: {len(self.layers)} layers with {weights:,} weights, {self._density():.3f} of them active; bytes "
@@ -243,9 +234,17 @@ class SMET(pl.Callback):
             f"{(memory['mask'] + memory['index']) / weights:.2f} of mask and index."
         )
 
-    def _zero(self) -> None:
+    def _zero(self, trainer: pl.Trainer) -> None:
         for layer in self.layers.values():
             layer.zero()
+        assert isinstance(trainer.strategy, ForgeMixin)
+        trainer.strategy.weights_changed()
+
+    def _memory_of_all(self) -> dict[str, int]:
+        """As `memory`, over all rows of the weights."""
+        own, shards = self.memory(), [layer.shard for layer in self.layers.values()]
+        shard = next((shard for shard in shards if shard.group is not None), shards[0])
+        return {part: sum(shard.each(size)) for part, size in own.items()}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the strategy as it was; masks and ages stay readable."""
@@ -284,13 +283,14 @@ class SMET(pl.Callback):
         fraction, event = self._schedule.at(step), step // self.update_every
         updater = trainer.strategy.updater
         changes = [layer.change(fraction, event, updater.storage(layer.slot)) for layer in self.layers.values()]
+        trainer.strategy.weights_changed()
         metrics: dict[str, float | Tensor] = {
             "smet/density": self._density(),
             "smet/pruned": float(sum(change.pruned for change in changes)),
             "smet/regrown": float(sum(change.grown for change in changes)),
         }
         if self._losses:
-            self._before, self._after = torch.stack(list(self._losses)).mean(), []
+            self._before, self._after = self._mean(trainer, self._losses), []
             metrics["smet/loss_before"] = self._before
         self._log(trainer, metrics)
 
@@ -305,9 +305,16 @@ class SMET(pl.Callback):
             return
         self._after.append(self._losses[-1])
         if len(self._after) == min(WINDOW, self.update_every):
-            after = torch.stack(self._after).mean()
+            after = self._mean(trainer, self._after)
             self._log(trainer, {"smet/loss_after": after, "smet/loss_jump": after - self._before})
             self._before = None
+
+    @staticmethod
+    def _mean(trainer: pl.Trainer, losses: Iterable[Tensor]) -> Tensor:
+        """Over steps and ranks."""
+        mean = trainer.strategy.reduce(torch.stack(list(losses)).mean(), reduce_op="mean")
+        assert isinstance(mean, Tensor)
+        return mean
 
     def _log(self, trainer: pl.Trainer, metrics: Mapping[str, float | Tensor]) -> None:
         # Straight to the loggers: Lightning writes only every log_every_n_steps, and these are rare.

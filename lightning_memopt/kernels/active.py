@@ -35,8 +35,8 @@ class Largest:
     Attributes:
         k: How many to keep.
         run: Length of a run.
-        scores, runs: Sum of |gradient| over each kept run, and its number (index of its first weight / `run`); both
-            [at most k], largest first.
+        scores, runs: Sum of |gradient| over each kept run, and its number (index of its first weight in the whole
+            parameter / `run`); both [at most k], largest first.
     """
 
     k: int
@@ -48,7 +48,7 @@ class Largest:
         """See the gradient of consecutive weights.
 
         Args:
-            first: Index of the first of them, a multiple of `run`.
+            first: Index of the first of them in the whole parameter, a multiple of `run`.
             grad: [count], a multiple of `run`.
             active: Bool [count].
         """
@@ -63,9 +63,9 @@ class Largest:
         self.scores, self.runs = scores[order], runs[order]
 
     def finish(self) -> None:
-        """Keep what a topology update needs: which runs."""
+        """Keep what a topology update needs, in as few bytes as it takes."""
         if self.runs is not None:
-            self.scores, self.runs = None, self.runs.int()
+            self.runs = self.runs.int()
 
 
 @dataclass(slots=True, eq=False)

@@ -118,6 +118,8 @@ def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel
     Returns:
         As `apply_gradient`, over all parts.
     """
+    if update.active is not None:
+        return sparse.apply_slabs(update, slabs, kernel)
     in_torch = learns(update)
     finite = True
     for start, stop, slab in slabs:

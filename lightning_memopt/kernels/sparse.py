@@ -7,7 +7,7 @@ so that one is not fused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
-from lightning_memopt.kernels.sparse_gradient import active_slabs
+from lightning_memopt.kernels.sparse_gradient import ActiveSlab, active_slabs, masked
 from lightning_memopt.kernels.update import Update
 
 # Elements of a slab of dW in float32 on a GPU: 16 MiB.
@@ -37,6 +37,20 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
     return sparse_reference.apply(update, factors, grad, step)
 
 
+def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: str) -> bool:
+    """Take one step on a gradient that comes in parts, in order and without gaps, and is known to be finite.
+
+    Returns:
+        As `lightning_memopt.kernels.dispatch.apply_slabs`.
+    """
+    assert update.active is not None
+    parts = masked(slabs, update.active.bits)
+    if kernel != "reference" and _in_triton(update):
+        _slabs_in_triton(update, parts)
+        return True
+    return sparse_reference.apply_slabs(update, parts)
+
+
 def _in_triton(update: Update) -> bool:
     if not update.weight.is_cuda or update.row is None or find_spec("triton") is None:
         return False
@@ -49,18 +63,32 @@ def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, r
     """Take one step by Triton kernels; non-finite elements are left out and set ``update.nonfinite``."""
     from lightning_memopt.kernels import sparse_triton
 
-    active, (height, columns) = update.active, update.weight.shape
+    active, shape = update.active, tuple(update.weight.shape)
     assert active is not None
-    if active.ages.table is None:
-        table = torch.tensor(active.ages.rows, dtype=torch.float32)
-        cuda = update.weight.is_cuda
-        active.ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)
     whole = grad is None and active.stored is None and active.growth is None
     if fused and whole and sparse_triton.fuses(update):
+        _upload_ages(update)
         sparse_triton.apply_factors(update, factors)
         return
-    dtype = torch.float32
-    for start, _, slab, mask in active_slabs((height, columns), active.bits, factors, grad, active.stored, dtype, rows):
+    _slabs_in_triton(update, active_slabs(shape, active.bits, factors, grad, active.stored, torch.float32, rows))
+
+
+def _slabs_in_triton(update: Update, slabs: Iterable[ActiveSlab]) -> None:
+    from lightning_memopt.kernels import sparse_triton
+
+    active, columns = update.active, update.weight.shape[1]
+    assert active is not None
+    _upload_ages(update)
+    for start, _, slab, mask in slabs:
         if active.growth is not None:
-            active.growth.add(start * columns, slab, mask)
+            active.growth.add(update.offset + start * columns, slab, mask)
         sparse_triton.apply_slab(update, slab.view(-1, columns), start)
+
+
+def _upload_ages(update: Update) -> None:
+    assert update.active is not None
+    ages = update.active.ages
+    if ages.table is None:
+        table = torch.tensor(ages.rows, dtype=torch.float32)
+        cuda = update.weight.is_cuda
+        ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)

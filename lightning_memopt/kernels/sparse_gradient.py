@@ -7,13 +7,23 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_memopt.kernels.slabs import Factors, pieces
 from lightning_memopt.sparsity.bits import unpack
+
+# Rows of a weight gradient with their mask: (first row, row past the last, slab, mask), the last two flat.
+ActiveSlab = tuple[int, int, Tensor, Tensor]
+
+
+def masked(parts: Iterable[tuple[int, int, Tensor]], bits: Tensor) -> Iterator[ActiveSlab]:
+    """Parts of a gradient, (first row, row past the last, gradient of these rows), with their mask."""
+    for start, stop, part in parts:
+        columns = part.shape[1]
+        yield start, stop, part.reshape(-1), unpack(bits, start * columns, stop * columns)
 
 
 def active_slabs(
@@ -24,7 +34,7 @@ def active_slabs(
     stored: Tensor | None,
     dtype: torch.dtype,
     rows: int,
-) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+) -> Iterator[ActiveSlab]:
     """The weight gradient, `rows` rows at a time: (start, stop, slab in `dtype`, mask of its weights), both flat.
 
     Args:
@@ -55,14 +65,12 @@ def active_slabs(
         yield start, stop, slab, mask
 
 
-def accumulate(buffer: Tensor, bits: Tensor, factors: Sequence[Factors], rows: int) -> None:
-    """Add dW = sum of dYᵀ x over `factors` to the buffer, [active], at the active weights."""
-    columns = factors[0][1].shape[1]
-    height = factors[0][0].shape[1]
-    before = torch.zeros((), dtype=torch.int64, device=bits.device)
+def accumulate(buffer: Tensor, slabs: Iterable[ActiveSlab]) -> None:
+    """Add a gradient, whose slabs come in order and without gaps, to the buffer, [active], at the active weights."""
+    before = torch.zeros((), dtype=torch.int64, device=buffer.device)
     # Inactive weights go to an element past the end.
     spare = torch.cat([buffer, buffer.new_zeros(1)])
-    for _, _, slab, mask in active_slabs((height, columns), bits, factors, None, None, buffer.dtype, rows):
+    for _, _, slab, mask in slabs:
         entry = torch.where(mask, _entries(mask, before), len(buffer))
         spare[entry] += slab
         before = before + mask.sum()

@@ -7,7 +7,7 @@ block), the gradient of the active weights is gathered from all rows before the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_memopt.kernels import reference
 from lightning_memopt.kernels.active import Entries
 from lightning_memopt.kernels.slabs import Factors, finite
-from lightning_memopt.kernels.sparse_gradient import active_slabs
+from lightning_memopt.kernels.sparse_gradient import ActiveSlab, active_slabs
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Dense
 
@@ -32,16 +32,27 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows:
     assert active is not None
     dtype, limit = reference.compute_dtype(update.weight), update.rule.limit
     stored = active.stored
-    apart = all(isinstance(storage, Dense) for storage in update.storage)
     if stored is not None and not (stored.abs() < limit).all():
         return False
-    if apart and rows < height and not _finite(factors, grad, dtype, rows, limit):
+    if _apart(update) and rows < height and not _finite(factors, grad, dtype, rows, limit):
         return False
+    return apply_slabs(update, active_slabs((height, columns), active.bits, factors, grad, stored, dtype, rows))
+
+
+@torch.no_grad()
+def apply_slabs(update: Update, slabs: Iterable[ActiveSlab]) -> bool:
+    """Take one step on a gradient that comes in parts, in order and without gaps.
+
+    Returns:
+        Whether all that was seen is finite. Slabs that came before one that is not have been used.
+    """
+    active, columns, apart = update.active, update.weight.shape[1], _apart(update)
+    assert active is not None
     taken = 0
     waiting: list[tuple[Tensor, Tensor]] = []
-    for start, _, slab, mask in active_slabs((height, columns), active.bits, factors, grad, stored, dtype, rows):
+    for start, _, slab, mask in slabs:
         if active.growth is not None:
-            active.growth.add(start * columns, slab, mask)
+            active.growth.add(update.offset + start * columns, slab, mask)
         at = mask.nonzero().view(-1)
         g, at = slab[at], at + start * columns
         if not apart:
@@ -50,6 +61,11 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows:
             return False
         taken += len(at)
     return apart or _step(update, torch.cat([at for at, _ in waiting]), torch.cat([g for _, g in waiting]), 0)
+
+
+def _apart(update: Update) -> bool:
+    """Whether weights share nothing, so that those of some rows can be updated before others."""
+    return all(isinstance(storage, Dense) for storage in update.storage)
 
 
 def _finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int, limit: float) -> bool:

@@ -89,3 +89,48 @@ def move(entries: Tensor, old: Tensor, new: Tensor, total: int, fill: float | in
         part[was[now]] = entries[at : at + held][now[was]]
         to, at = to + taken, at + held
     return out
+
+
+def pack_flags(flags: Tensor) -> Tensor:
+    """Bits of a mask that is there as a whole."""
+    return pack(len(flags), lambda start, stop: flags[start:stop], flags.device)
+
+
+def by_rows(bits: Tensor, rows: int, columns: int) -> Tensor:
+    """The same mask with whole bytes for each row, so that rows can be cut apart: [rows, ceil(columns / 8)]."""
+    if columns % 8 == 0:
+        return bits.view(rows, columns // 8)
+    width = -(-columns // 8)
+    result = bits.new_empty(rows, width)
+    for start, stop in _row_chunks(rows, columns):
+        flags = unpack(bits, start * columns, stop * columns).view(-1, columns)
+        flags = torch.nn.functional.pad(flags, (0, 8 * width - columns))
+        result[start:stop] = pack_flags(flags.view(-1)).view(-1, width)
+    return result
+
+
+def flat_bits(bits: Tensor, columns: int) -> Tensor:
+    """Inverse of `by_rows`; a mask that is flat stays as it is."""
+    if bits.dim() == 1:
+        return bits
+    rows, width = bits.shape
+    if columns % 8 == 0:
+        return bits.reshape(-1)
+    result = bits.new_empty((rows * columns + 7) // 8)
+    for start, stop in _row_chunks(rows, columns):
+        flags = unpack(bits[start:stop].reshape(-1), 0, 8 * width * (stop - start)).view(-1, 8 * width)
+        part = pack_flags(flags[:, :columns].reshape(-1))
+        result[start * columns // 8 : (stop * columns + 7) // 8] = part
+    return result
+
+
+def cut(bits: Tensor, start: int, stop: int) -> Tensor:
+    """The mask of weights [start, stop) of a flat one, packed anew."""
+    return pack(stop - start, lambda a, b: unpack(bits, start + a, start + b), bits.device)
+
+
+def _row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, each but the last a multiple of eight, whose bits fill whole bytes."""
+    step = 8 * max(CHUNK // (8 * columns), 1)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.sparsity.bits import unpack
+from lightning_memopt.sparsity.bits import flat_bits, unpack
 from lightning_memopt.sparsity.state import MASK
 
 
@@ -23,8 +23,8 @@ def masks_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         raise MemOptError("the checkpoint is not of a run with the callback lightning_memopt.SMET, so it has no masks.")
     masks = {}
     for name, (optimizer, number) in places.items():
-        bits = checkpoint["optimizer_states"][optimizer]["state"][number][MASK]
         weight = checkpoint["state_dict"][name]
+        bits = flat_bits(checkpoint["optimizer_states"][optimizer]["state"][number][MASK], weight.shape[1])
         masks[name] = unpack(bits, 0, weight.numel()).view(weight.shape)
     return masks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,10 +14,12 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels.active import Active, Ages, Largest
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
-from lightning_memopt.kernels.sparse_gradient import accumulate
+from lightning_memopt.kernels.sparse_gradient import accumulate, active_slabs, masked
+from lightning_memopt.optim.shards import local
 from lightning_memopt.rules.storage import Storage
 from lightning_memopt.sparsity import state as states
 from lightning_memopt.sparsity.bits import chunks, unpack
+from lightning_memopt.sparsity.shard import Shard
 from lightning_memopt.sparsity.state import BIRTHS, COHORT, INDEX, MASK, STEPS
 from lightning_memopt.sparsity.topology import Runs, apply_mask, exchange, random_mask
 
@@ -51,24 +53,24 @@ class Change:
 
 
 class SparseLayer:
-    """The sparse side of an updater's slot.
+    """The sparse side of an updater's slot: of a sharded weight, the rows of this process.
 
     Args:
         slot: The parameter, [out, in].
         density: Part of its weights that is active, in (0, 1].
         settings: Of the run.
-        bits: Mask to start with; None for a random one.
 
     Attributes:
-        active: Number of active weights, the same at any time.
+        shard: Which of the weights are here.
+        active: Number of active weights of the layer, the same at any time.
         lr_scale: Factor of the learning rate.
         growth: Where the coming update collects gradients of inactive weights, if that is the one that decides.
         stepped: Number of the optimizer step that last updated the weight.
-        buffer: Gradients of active weights, accumulated over micro-batches, [active], or None.
+        buffer: Gradients of active weights here, accumulated over micro-batches, [active], or None.
         stored: The same, handed over to the update.
     """
 
-    def __init__(self, slot: Slot, density: float, settings: Settings, bits: Tensor | None = None) -> None:
+    def __init__(self, slot: Slot, density: float, settings: Settings) -> None:
         self.slot, self.density, self.settings = slot, density, settings
         out, columns = slot.param.shape
         if columns % settings.run:
@@ -76,7 +78,8 @@ class SparseLayer:
                 f"SMET: rows of {slot.name} have {columns} weights, which block_size={settings.run} does not divide. "
                 "Use a block_size that does, or exclude the layer."
             )
-        self.runs = Runs(slot.name, out * columns, settings.run)
+        self.shard = Shard.of(slot.param)
+        self.runs = Runs(slot.name, out * columns, settings.run, self.shard)
         self.keep = max(1, round(density * self.runs.count))
         self.active = self.keep * settings.run
         self.lr_scale = density ** -POWERS[settings.lr_scaling]
@@ -84,18 +87,28 @@ class SparseLayer:
         self.stepped = -1
         self.buffer: Tensor | None = None
         self.stored: Tensor | None = None
-        self._bits = bits
+        self._bits: Tensor | None = None
         self._said: set[str] = set()
 
     @property
     def param(self) -> Tensor:
-        """The weight, without gradient."""
-        return self.slot.param.detach()
+        """The weight's rows that are here, without gradient."""
+        return self.slot.weight
 
     @property
     def like(self) -> Tensor:
-        """What the rule creates states from."""
-        return states.compact_like(self.slot.param, self.active)
+        """What the rule decides by how states are stored: the active weights of the layer."""
+        return states.compact_like(self.param, self.active)
+
+    @property
+    def own_like(self) -> Tensor:
+        """What the rule creates states from: the active weights that are here."""
+        return states.compact_like(self.param, self.own)
+
+    @property
+    def own(self) -> int:
+        """Number of active weights that are here; a topology update may change it."""
+        return len(self.slot.state[COHORT])
 
     @property
     def bits(self) -> Tensor:
@@ -108,20 +121,34 @@ class SparseLayer:
 
     # ---------------------------------------------------------------- state
 
+    def start(self, bits: Tensor | None) -> None:
+        """Begin with the mask that an earlier fit of the weight ended with, if it still is one; else with a random one.
+
+        Args:
+            bits: Of the rows that are here.
+        """
+        fits = bits is not None and len(bits) == (self.shard.count + 7) // 8
+        if bits is not None and fits:
+            bits = bits.to(self.shard.device)
+            fits = not self.param.reshape(-1)[~unpack(bits, 0, self.shard.count)].any()
+        # Asked of all parts, whose answers may differ.
+        self._bits = bits if all(self.shard.each(int(fits))) else None
+
     def fill(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
         """Add the mask to a state that has none; whole moments that are there already become compact."""
         if MASK in state:
             return
         bits = self._bits
         if bits is None:
-            bits = random_mask(self.runs, self.keep, self.settings.seed, self.slot.param.device)
+            bits = random_mask(self.runs, self.keep, self.settings.seed, self.shard.device)
         if all(moment.name in state for moment in storage) and storage:
-            state |= states.restore(self.slot.param, storage, bits, dict(state))
+            whole = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+            state |= states.restore(self.param, storage, bits, whole)
         else:
-            state |= states.fresh(bits.to(self.slot.param.device), self.runs.total)
+            state |= states.fresh(bits.to(self.shard.device), self.shard.count)
 
     def restore(self, state: dict[str, Any], storage: tuple[Storage, ...], saved: Mapping[str, Any]) -> None:
-        """Fill the state from a checkpoint.
+        """Fill the state from a checkpoint, of which `saved` holds the rows that are here.
 
         Raises:
             UnsupportedError: The checkpoint's mask has another number of active weights.
@@ -130,10 +157,11 @@ class SparseLayer:
             return
         if MASK not in saved:
             self.fill(state, storage)
-        state |= states.restore(self.slot.param, storage, state.get(MASK, torch.empty(0)), saved)
-        if len(state[COHORT]) != self.active or len(state[MASK]) != (self.runs.total + 7) // 8:
+        state |= states.restore(self.param, storage, state.get(MASK, torch.empty(0)), saved)
+        active = sum(self.shard.each(len(state[COHORT])))
+        if active != self.active:
             raise UnsupportedError(
-                f"SMET: {self.slot.name} has {len(state[COHORT])} active weights in the checkpoint and "
+                f"SMET: {self.slot.name} has {active} active weights in the checkpoint and "
                 f"{self.active} by density {self.density:.4g}. Resume with the density the run began with."
             )
 
@@ -155,12 +183,20 @@ class SparseLayer:
 
     def fold(self, factors: Sequence[Factors], dtype: torch.dtype) -> bool:
         """Add the gradient to `buffer`; returns whether it is the first part."""
-        first = self.buffer is None
-        if self.buffer is None:
-            self.buffer = torch.zeros(self.active, dtype=dtype, device=self.param.device)
+        shape, rows = tuple(self.param.shape), max(1, SLAB_ELEMENTS // self.param.shape[1])
+        first, buffer = self.buffer is None, self._buffer(dtype)
         if factors:
-            accumulate(self.buffer, self.bits, factors, max(1, SLAB_ELEMENTS // self.param.shape[1]))
+            accumulate(buffer, active_slabs(shape, self.bits, factors, None, None, dtype, rows))
         return first
+
+    def fold_blocks(self, blocks: Iterable[tuple[int, int, Tensor]], dtype: torch.dtype) -> None:
+        """Add a gradient that comes in parts, (first row, row past the last, gradient of these rows), to `buffer`."""
+        accumulate(self._buffer(dtype), masked(blocks, self.bits))
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.own, dtype=dtype, device=self.shard.device)
+        return self.buffer
 
     def ages_of_step(self) -> Ages:
         """Scalars of every cohort for the update about to be taken."""
@@ -214,12 +250,13 @@ class SparseLayer:
             self._say(f"a fraction of {fraction:.3g} of {self.keep} places is less than one: nothing is exchanged.")
         if not k:
             return Change(0, 0)
-        if self.settings.growth == "gradient" and (growth is None or growth.runs is None):
+        seen = 0 if growth is None or growth.runs is None else len(growth.runs)
+        if self.settings.growth == "gradient" and sum(self.shard.each(seen)) < k:
             self._say("it had no gradient in the step before a topology update, which leaves it as it is.")
             return Change(0, 0)
         state, param = self.slot.state, self.param
         bits = exchange(param, state[MASK], self.runs, k, self.settings.seed, event, growth)
-        states.change_mask(state, storage, bits, self.runs.total, compute_dtype(param))
+        states.change_mask(state, storage, bits, self.shard.count, compute_dtype(param), self.shard)
         self.zero()
         count = k * self.settings.run
         return Change(count, count)
@@ -233,25 +270,31 @@ class SparseLayer:
     # ---------------------------------------------------------------- what users see
 
     def mask(self) -> Tensor:
-        """Bool, shape of the weight."""
-        bits = self.slot.state[MASK]
-        return torch.cat([unpack(bits, a, b) for a, b in chunks(self.runs.total)]).view(self.param.shape)
+        """Bool, shape of the whole weight."""
+        return self.slot.whole(self._mask().view(torch.uint8)).view(torch.bool)
+
+    def _mask(self) -> Tensor:
+        """Of the rows that are here."""
+        flags = torch.zeros(self.shard.count, dtype=torch.bool, device=self.shard.device)
+        for start, stop in chunks(len(flags)):
+            flags[start:stop] = unpack(self.bits, start, stop)
+        return flags.view(self.param.shape)
 
     def ages(self, coming: bool) -> Tensor:
-        """Int32, shape of the weight; 0 where inactive.
+        """Int32, shape of the whole weight; 0 where inactive.
 
         Args:
             coming: The age in the update to come, instead of in the last one (a weight that has had none: 1).
         """
         state = self.slot.state
         ages = [max(1, age + 1 if coming else age) for age in states.ages(state)]
-        values = torch.tensor(ages, dtype=torch.int32, device=self.param.device)[state[COHORT].int()]
-        result = torch.zeros(self.param.shape, dtype=torch.int32, device=self.param.device)
-        result[self.mask()] = values
-        return result
+        values = torch.tensor(ages, dtype=torch.int32, device=self.shard.device)[state[COHORT].int()]
+        result = torch.zeros(self.param.shape, dtype=torch.int32, device=self.shard.device)
+        result[self._mask()] = values
+        return self.slot.whole(result)
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of the weight and of what belongs to it, as allocated."""
+        """Bytes of the weight and of what belongs to it, as allocated by this process."""
         state = self.slot.state
         own = {"mask": state[MASK].nbytes, "index": state[INDEX].nbytes, "ages": state[COHORT].nbytes}
         others = [v for k, v in state.items() if k not in states.ENTRIES and isinstance(v, Tensor) and v.dim()]

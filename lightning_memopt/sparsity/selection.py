@@ -2,6 +2,9 @@
 
 Two passes over 32-bit keys count how many share their upper, then their lower 16 bits with the k-th smallest. Equal
 keys are taken in the order of their index, so the choice depends on the keys alone.
+
+Where the keys lie on several processes, the counts are added up, 512 KiB for each pass, and so the k-th smallest of all
+is known to all; of keys equal to it, those of the first rows are taken.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.sparsity.bits import chunks
+from lightning_memopt.sparsity.shard import Shard
 
 DIGIT = 16
 # Keys of elements [start, stop) as non-negative int64, and which of them may be chosen.
@@ -23,31 +27,35 @@ class Smallest:
 
     Args:
         keys: Called several times for each range.
-        total: Number of elements.
-        k: How many to choose, at most the number of candidates.
+        total: Number of elements here.
+        k: How many to choose, at most the number of candidates, over all processes.
         width: Bits of a key, 32 or 64.
+        shard: Who else holds elements; None for nobody.
     """
 
-    def __init__(self, keys: Keys, total: int, k: int, width: int = 32) -> None:
+    def __init__(self, keys: Keys, total: int, k: int, width: int = 32, shard: Shard | None = None) -> None:
         self.keys = keys
-        self.threshold, self.ties = self._threshold(total, k, width) if k else (-1, 0)
+        self.threshold, self.ties = self._threshold(total, k, width, shard) if k else (-1, 0)
 
-    def _threshold(self, total: int, k: int, width: int) -> tuple[int, int]:
-        """The k-th smallest key, and how many of the keys equal to it are among the k."""
-        prefix = 0
+    def _threshold(self, total: int, k: int, width: int, shard: Shard | None) -> tuple[int, int]:
+        """The k-th smallest key, and how many of the keys equal to it here are among the k."""
+        prefix = mine = 0
         for shift in range(width - DIGIT, -1, -DIGIT):
-            counts: Tensor | None = None
+            counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device=None if shard is None else shard.device)
             for start, stop in chunks(total):
                 key, candidate = self.keys(start, stop)
                 digits = key[candidate & (key >> (shift + DIGIT) == prefix)] >> shift & ((1 << DIGIT) - 1)
                 part = torch.bincount(digits, minlength=1 << DIGIT)
-                counts = part if counts is None else counts.add_(part)
-            assert counts is not None
+                counts = counts.to(part.device).add_(part)
+            own = counts.clone()
+            if shard is not None:
+                counts = shard.sum(counts)
             below = counts.cumsum(0)
             digit = int(torch.searchsorted(below, k))
             k -= int(below[digit] - counts[digit])
+            mine = int(own[digit])
             prefix = prefix << DIGIT | digit
-        return prefix, k
+        return prefix, k if shard is None else min(max(k - shard.before(mine), 0), mine)
 
     def chosen(self, start: int, stop: int) -> Tensor:
         """Which of the elements [start, stop) are chosen, bool; ranges must come in order, without gaps."""

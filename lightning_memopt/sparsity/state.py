@@ -12,6 +12,8 @@ A cohort is the weights that were grown in one event; all of them have the same 
 one number per cohort hold all ages exactly. Where more cohorts than a byte can tell apart are alive, the two whose ages
 differ least in proportion become one. Moments lie as one row, [1, active], in the order of the weights; 8-bit codes
 have their blocks along that row.
+
+Of a sharded weight each process keeps the entries of its own rows. Cohorts are numbered alike everywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.rules.storage import Storage
-from lightning_memopt.sparsity.bits import SEGMENT, chunks, make_index, move, unpack
+from lightning_memopt.rules.storage import Dense, Storage
+from lightning_memopt.sparsity.bits import SEGMENT, chunks, flat_bits, make_index, move, unpack
+from lightning_memopt.sparsity.shard import Shard
 
 MASK, INDEX, COHORT, BIRTHS, STEPS = "smet_mask", "smet_index", "smet_cohort", "smet_births", "smet_steps"
 ENTRIES = (MASK, INDEX, COHORT, BIRTHS, STEPS)
@@ -60,18 +63,20 @@ def ages(state: State) -> list[int]:
 def gather(dense: Tensor, bits: Tensor) -> Tensor:
     """The active elements of a tensor of the weight's shape, [1, active]."""
     flat = dense.reshape(-1)
-    return torch.cat([flat[a:b][unpack(bits, a, b)] for a, b in chunks(len(flat))])[None]
+    return torch.cat([flat[:0], *(flat[a:b][unpack(bits, a, b)] for a, b in chunks(len(flat)))])[None]
 
 
 def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, saved: Mapping[str, Any]) -> State:
-    """Entries from a saved state, of a sparse weight or, at the mask `bits`, of a dense one.
+    """Entries from a saved state, of a sparse weight or, at the mask `bits`, of a dense one; of the rows in `param`.
 
     Raises:
         UnsupportedError: The saved state is neither.
     """
     total = param.numel()
     if MASK in saved:
-        return {key: _copy(value, param.device) for key, value in saved.items()}
+        state = {key: _copy(value, param.device) for key, value in saved.items()}
+        state[MASK] = flat_bits(state[MASK], param.shape[1])
+        return state | {INDEX: make_index(state[MASK], total)}
     names = [moment.name for moment in storage]
     dense = all(name in saved and saved[name].shape == param.shape for name in names)
     if not dense or not all(saved[name].is_floating_point() for name in names):
@@ -97,8 +102,10 @@ def _copy(value: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def change_mask(state: State, storage: Sequence[Storage], bits: Tensor, total: int, dtype: torch.dtype) -> None:
-    """Give the state another mask with as many active weights, in place.
+def change_mask(
+    state: State, storage: Sequence[Storage], bits: Tensor, total: int, dtype: torch.dtype, shard: Shard | None = None
+) -> None:
+    """Give the state another mask with as many active weights over all rows.
 
     Moments of weights that stay active move along; those of new ones start as in a fresh optimizer. A second moment
     that is shared by a block has no value of its own for a new weight, which counts as the mean over all weights there.
@@ -107,18 +114,22 @@ def change_mask(state: State, storage: Sequence[Storage], bits: Tensor, total: i
         state: Of the parameter.
         storage: Of its moments.
         bits: The new mask.
-        total: Weights of the parameter.
+        total: Weights that have a state here.
         dtype: Precision in which codes are decoded.
+        shard: Which weights these are; None for all.
     """
     old = state[MASK]
     for moment in storage:
+        if isinstance(moment, Dense):
+            state[moment.name] = move(state[moment.name].view(-1), old, bits, total, moment.init)[None]
+            continue
         values = moment.load(state, dtype)
         shared = type(moment).share is not Storage.share
-        start = float(values.mean()) if shared else getattr(moment, "init", 0.0)
+        start = float(values.mean()) if shared else 0.0
         moved = move(values.view(-1), old, bits, total, start).view(values.shape)
         moment.save(state, moment.share(state, moved), None)
     births = list(state[BIRTHS])
-    newest = _free_cohort(births, state[COHORT], state[STEPS])
+    newest = _free_cohort(births, state[COHORT], state[STEPS], shard)
     births[newest : newest + 1] = [state[STEPS]]
     state[BIRTHS] = tuple(births)
     state[COHORT] = move(state[COHORT], old, bits, total, newest)
@@ -126,13 +137,15 @@ def change_mask(state: State, storage: Sequence[Storage], bits: Tensor, total: i
     state[INDEX].copy_(make_index(bits, total))
 
 
-def _free_cohort(births: list[int], cohort: Tensor, steps: int) -> int:
+def _free_cohort(births: list[int], cohort: Tensor, steps: int, shard: Shard | None) -> int:
     """A number for a new cohort: of one that has died out, a new one, or, with all alive, by joining two.
 
     The two are those whose ages differ least in proportion, and both get the greater age.
     """
-    alive = torch.bincount(cohort.int(), minlength=len(births)).tolist()
-    for number, count in enumerate(alive):
+    alive = torch.bincount(cohort.int(), minlength=len(births))
+    if shard is not None:
+        alive = shard.sum(alive)
+    for number, count in enumerate(alive.tolist()):
         if not count:
             return number
     if len(births) < COHORTS:

@@ -26,6 +26,7 @@ from lightning_memopt.backward.sharded_updater import ShardedUpdater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
 from lightning_memopt.strategies.mixin import ForgeMixin
 
@@ -225,11 +226,16 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
             sharding.reshard(self.lightning_module)
         super().teardown()
 
+    def weights_changed(self) -> None:
+        """Free what was gathered of the old ones."""
+        assert self.lightning_module is not None
+        sharding.reshard(self.lightning_module)
+
     # ---------------------------------------------------------------- checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all ranks, under parameter names."""
-        with sharded_checkpoint.settled(optimizer):
+        with sharded_checkpoint.settled(optimizer), portable.portable(optimizer):
             return super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

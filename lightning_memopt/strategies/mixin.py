@@ -255,6 +255,9 @@ class ForgeMixin(Strategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    def weights_changed(self) -> None:
+        """Weights were written outside of a step: drop copies of them."""
+
     # ---------------------------------------------------------------- manual optimization
 
     def open_manual_step(self, optimizer: Optimizer, clip: Clip) -> AbstractContextManager[None]:

@@ -30,6 +30,8 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.gefen_learning import FINE, HISTOGRAM
 from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import rule_for
+from lightning_memopt.sparsity import portable
+from lightning_memopt.sparsity.state import COHORT
 
 # In a folder that is being written.
 INCOMPLETE = "INCOMPLETE"
@@ -159,6 +161,9 @@ def _read_file(path: Path, saved: Mapping[str, Any], optimizer: Optimizer) -> Sa
         entries = saved["state"].get(number)
         if entries is None:
             continue
+        if portable.is_sparse(entries):
+            result.states[param] = portable.from_whole(param, entries)
+            continue
         result.states[param] = {
             key: _my_rows(param, value) if isinstance(value, Tensor) and _by_rows(param, key, value.shape) else value
             for key, value in entries.items()
@@ -178,6 +183,10 @@ def _read_folder(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
     metadata = FileSystemReader(path).read_metadata()
     params = dict(module.named_parameters(remove_duplicate=False))
     target: dict[str, Any] = {f"optimizer_{i}": {"state": {}, "param_groups": []} for i in range(len(optimizers))}
+    sparse: dict[str, int] = {}  # active weights of sparse parameters
+    for flat, way in (metadata.planner_data or {}).items():
+        if way[0] in target and way[1] == "state" and way[3] == COHORT:
+            sparse[way[2]] = metadata.state_dict_metadata[flat].size[0]  # type: ignore[union-attr]
     for flat, way in (metadata.planner_data or {}).items():
         if way[0] not in target:
             continue
@@ -186,7 +195,7 @@ def _read_folder(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
         if way[1] == "state":
             if way[2] not in params:
                 raise UnsupportedError(f"{path} holds the optimizer's state of {way[2]}, which is not in the module.")
-            value = _room(params[way[2]], way[3], stored) if isinstance(stored, TensorStorageMetadata) else None
+            value = _room(params[way[2]], way[3], stored, sparse.get(way[2]))
         set_element(target, way, value)
     for name, part in target.items():
         if not part["state"] and not part["param_groups"]:
@@ -198,9 +207,20 @@ def _read_folder(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
     ]
 
 
-def _room(param: Tensor, key: str, stored: TensorStorageMetadata) -> Tensor:
-    """A tensor to read an entry into."""
-    dtype = stored.properties.dtype
+def _room(param: Tensor, key: str, stored: Any, active: int | None) -> Tensor | None:
+    """A tensor to read an entry into, if it is one.
+
+    Args:
+        param: The parameter.
+        key: Of the entry.
+        stored: What the folder says of it.
+        active: Active weights, if the parameter was sparse.
+    """
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    dtype, shape = stored.properties.dtype, tuple(stored.size)
+    if active is not None and portable.is_compact(key, shape, active):
+        return portable.even_room(param, shape, dtype)
     if not _by_rows(param, key, stored.size):
         return torch.empty(stored.size, dtype=dtype)
     rows = local(param.detach()).shape[0]
@@ -218,9 +238,8 @@ def _from_names(
     mine = {param for group in optimizer.param_groups for param in group["params"]}
     for name, entries in saved["state"].items():
         if params[name] in mine:
-            result.states[params[name]] = {
-                key: local(value) if isinstance(value, Tensor) else value for key, value in entries.items()
-            }
+            own = {key: local(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            result.states[params[name]] = portable.from_even(params[name], own) if portable.is_sparse(own) else own
     for group in optimizer.param_groups:
         wanted = {names[param] for param in group["params"]}
         found = next((old for old in saved["param_groups"] if wanted & set(old["params"])), None)
