@@ -58,7 +58,8 @@ def active_slabs(
         slab = part.reshape(-1) if part is not None else None
         if stored is not None:
             entry = _entries(mask, before)
-            known = torch.where(mask, stored[entry.clamp_(max=len(stored) - 1)], 0)
+            # A shard may have no active weights at all.
+            known = torch.where(mask, stored[entry.clamp_(max=len(stored) - 1)], 0) if len(stored) else mask.to(dtype)
             slab = known.to(dtype) if slab is None else slab + known
             before = before + mask.sum()
         assert slab is not None

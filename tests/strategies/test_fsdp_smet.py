@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,8 +46,29 @@ def says(trainer: pl.Trainer) -> dict[str, Any]:
         "ages": callback.ages,
         "memory": callback.memory(),
         "own": own,
+        "states": {name: states_of(layer) for name, layer in callback.layers.items()},
         "logged": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }
+
+
+def states_of(layer: Any) -> dict[str, Any]:
+    """A layer's state as on one device, in which values of all ranks follow one another."""
+    from lightning_memopt.sparsity.shard import Shard
+
+    state, shard = layer.slot.state, Shard.of(layer.slot.param)
+    own = len(state["smet_cohort"])
+    result = {}
+    for key, value in state.items():
+        if key in ("smet_mask", "smet_index"):
+            continue
+        if isinstance(value, Tensor) and value.dim() and value.shape[-1] == own:
+            parts = [value.view(-1)]
+            if shard.group is not None:
+                parts = [None] * len(shard.each(0))
+                torch.distributed.all_gather_object(parts, value.view(-1), group=shard.group)
+            value = torch.cat(parts)
+        result[key] = value.clone() if isinstance(value, Tensor) else value
+    return result
 
 
 def sparse(run: Any, smet: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -68,7 +90,7 @@ def assert_equal(
     make = make or partial(Module, net=Deep)
     single = sparse(partial(train_forge, make), smet, **options)
     results = sparse(partial(ranks, train, make, strategy), smet, **options)
-    assert len(single["said"]["seen"]) == options.get("max_steps", 20)
+    assert len(single["said"]["seen"]) == 20 * options.get("accumulate_grad_batches", 1)
     changes = [not torch.equal(a[name], b[name]) for a, b in zip(single["said"]["seen"], single["said"]["seen"][1:])
                for name in a]  # fmt: skip
     assert sum(changes) >= 3
@@ -81,6 +103,88 @@ def assert_equal(
     return [single, *results]
 
 
+# name -> (arguments of SMET, arguments of Trainer). 25 batches in windows of 3 end with a short window of 1.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "gradient": ({"growth": "gradient", "density": 0.3, "lr_scaling": "linear"}, {}),
+    "clip_accumulate": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3, "batches": 75}),
+    "gradient_accumulate": ({"growth": "gradient"}, {"accumulate_grad_batches": 2, "batches": 50}),
+    "blocks": ({"block_size": 7, "include": ["up", "bottleneck"], "growth": "gradient"}, {"gradient_clip_val": 0.1}),
+}
+
+
 @pytest.mark.parametrize("route", ROUTES)
-def test_plain(two: Ranks, route: str) -> None:
-    assert_equal(two, strategy={"route": route})
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings(two: Ranks, setting: str, route: str) -> None:
+    """Both ways of summing over ranks, through everything that changes what an update sees."""
+    smet, options = SETTINGS[setting]
+    assert_equal(two, smet=smet, strategy={"route": route}, **options)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_four_ranks(four: Ranks, route: str, replicate: int) -> None:
+    """Rows 3, 7 and 17 over four ranks, with empty shards, and over two replicas of two."""
+    strategy = {"route": route, "replicate": replicate}
+    results = assert_equal(four, smet={"growth": "gradient"}, strategy=strategy, gradient_clip_val=0.1)
+    if replicate == 1:
+        assert [result["said"]["own"]["net.bottleneck.weight"] for result in results[1:]][-1] == 0
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("adamw", "sgd_maximize")])
+def test_every_rule(two: Ranks, optimizer: str) -> None:
+    """Every rule's state on shards."""
+    assert_equal(two, partial(Module, net=Deep, optimizer=OPTIMIZERS[optimizer]))
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+FORMATS = {"folder": {"save_distributed_checkpoint": True}, "file": {"save_distributed_checkpoint": False}}
+# All steps see one batch: Lightning starts the data anew on resume. A topology update follows step 6.
+SEVEN, THIRTEEN = {"batches": 1, "max_steps": 7}, {"batches": 1, "max_steps": 13}
+
+
+def run(size: int, ranks: dict[int, Ranks], make: Any, strategy: Any = None, **options: Any) -> dict[str, Any]:
+    """The first rank's account of a run over so many ranks; 0 stands for `forge`, in this process."""
+    if not size:
+        return sparse(partial(train_forge, make), **options)
+    return sparse(partial(ranks[size], train, make, strategy), **options)[0]
+
+
+def assert_resumes(
+    ranks: dict[int, Ranks], path: Path, make: Any, before: int, after: int, form: str, strategy: Any = None,
+    tolerance: float = 1e-6,
+) -> None:  # fmt: skip
+    """Masks, ages and weights after loading are the saved ones; training goes on as if uninterrupted."""
+    options: dict[str, Any] = {"make": make, "strategy": FORMATS[form] | (strategy or {})}
+    saved = run(before, ranks, save=path, **options, **SEVEN)
+    loaded = run(after, ranks, ckpt_path=path, **options, **SEVEN)
+    assert furthest(saved, loaded) == 0 and loaded["step"] == 7
+    for part in ("masks", "ages"):
+        assert all(torch.equal(saved["said"][part][name], loaded["said"][part][name]) for name in saved["said"][part])
+    for name, entries in saved["said"]["states"].items():
+        for key, value in entries.items():
+            other = loaded["said"]["states"][name][key]
+            assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, (name, key)
+    resumed = run(after, ranks, ckpt_path=path, **options, **THIRTEEN)
+    whole = run(after, ranks, **options, **THIRTEEN)
+    assert resumed["step"] == 13
+    assert furthest(resumed, whole) <= (0 if before == after else tolerance)
+    assert_same_topology({**whole["said"], "seen": whole["said"]["seen"][7:]}, resumed["said"])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+def test_reshard(one: Ranks, two: Ranks, before: int, after: int, form: str, tmp_path: Path) -> None:
+    """Every state, to the last bit, on another number of ranks."""
+    assert_resumes({1: one, 2: two}, tmp_path / "a.ckpt", partial(Module, net=Deep), before, after, form)
+
+
+def test_four_to_two(two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    """Short and empty shards; and replicas to shards alone."""
+    assert_resumes({2: two, 4: four}, tmp_path / "a.ckpt", partial(Module, net=Deep), 4, 2, "folder")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2)])
+def test_to_and_from_one_device(two: Ranks, before: int, after: int, tmp_path: Path) -> None:
+    """A single file moves between `forge` and `forge_fsdp`."""
+    assert_resumes({2: two}, tmp_path / "a.ckpt", partial(Module, net=Deep), before, after, "file")
