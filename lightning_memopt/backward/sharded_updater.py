@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
@@ -111,18 +112,28 @@ class ShardedUpdater(Updater):
         state, storage = slot.state, self.storage(slot)
         if slot.sparse is not None:
             slot.sparse.fill(state, storage)
+            self._spread(slot, storage, state)
         for moment in storage:
             if isinstance(moment, Dense) and state.get(moment.name) is not None:
                 state[moment.name] = state[moment.name].to(moment.dtype)
         wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
         if all(state.get(key) is not None for key in wanted):
             return
-        like = slot.weight if slot.sparse is None else slot.sparse.own_like
-        fresh = slot.rule.init_state(like, slot.group, storage)
-        for moment in storage if slot.sparse is None else ():
-            for key in row_entries(moment, fresh):
-                fresh[key] = spread_rows(slot.param, fresh[key])
+        if slot.sparse is not None:
+            fresh = slot.sparse.fresh(storage)
+        else:
+            fresh = slot.rule.init_state(slot.weight, slot.group, storage)
+        self._spread(slot, storage, fresh)
         state.update({key: value for key, value in fresh.items() if state.get(key) is None})
+
+    @staticmethod
+    def _spread(slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
+        """Make DTensors of those entries that are of this rank's rows."""
+        for moment in storage:
+            rows = moment.per_block() if slot.sparse is not None else row_entries(moment, state)
+            for key in rows:
+                if key in state and not isinstance(state[key], DTensor):
+                    state[key] = spread_rows(slot.param, state[key])
 
     def load(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         """Make saved options and states the optimizer's own; parameters without a saved state get a fresh one.
@@ -139,6 +150,7 @@ class ShardedUpdater(Updater):
                 continue
             if slot.sparse is not None:
                 slot.sparse.restore(slot.state, self.storage(slot), entries)
+                self._spread(slot, self.storage(slot), slot.state)
                 self._fill_state(slot)
                 continue
             if MASK in entries:

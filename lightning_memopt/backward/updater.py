@@ -163,18 +163,16 @@ class Updater:
         """Create the state entries that are missing, as torch would before the first step."""
         slot.tile = slot.rule.tile(slot.group)
         state, storage = slot.state, self.storage(slot)
-        like: Tensor = slot.param
         if slot.sparse is not None:
             slot.sparse.fill(state, storage)
-            like = slot.sparse.own_like
         for moment in storage:
             if isinstance(moment, Dense) and state.get(moment.name) is not None:
                 state[moment.name] = state[moment.name].to(moment.dtype)
         wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
         if any(state.get(key) is None for key in wanted):
-            for key, value in slot.rule.init_state(like, slot.group, storage).items():
-                if state.get(key) is None:
-                    state[key] = value
+            sparse, rule = slot.sparse, slot.rule
+            fresh = rule.init_state(slot.param, slot.group, storage) if sparse is None else sparse.fresh(storage)
+            state.update({key: value for key, value in fresh.items() if state.get(key) is None})
 
     def loadable(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """`saved` without the states of sparse weights, which an optimizer cannot load; `restore` brings them."""

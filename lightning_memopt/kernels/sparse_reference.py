@@ -1,8 +1,7 @@
 """One step on the active weights of a sparse parameter, in plain torch: any device, dtype, rule and storage.
 
 The gradient is formed a few rows at a time. The active weights of those rows are gathered, take an ordinary step of
-their rule on their own, compact moments, and are put back. Where moments share something (8-bit codes have a scale per
-block), the gradient of the active weights is gathered from all rows before the step.
+their rule on their own, compact moments, and are put back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_memopt.kernels.active import Entries
 from lightning_memopt.kernels.slabs import Factors, finite
 from lightning_memopt.kernels.sparse_gradient import ActiveSlab, active_slabs
 from lightning_memopt.kernels.update import Update
-from lightning_memopt.rules.storage import Dense
+from lightning_memopt.sparsity.spans import WHERE, Where
 
 
 @torch.no_grad()
@@ -34,7 +33,7 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows:
     stored = active.stored
     if stored is not None and not (stored.abs() < limit).all():
         return False
-    if _apart(update) and rows < height and not _finite(factors, grad, dtype, rows, limit):
+    if rows < height and not _finite(factors, grad, dtype, rows, limit):
         return False
     return apply_slabs(update, active_slabs((height, columns), active.bits, factors, grad, stored, dtype, rows))
 
@@ -46,26 +45,19 @@ def apply_slabs(update: Update, slabs: Iterable[ActiveSlab]) -> bool:
     Returns:
         Whether all that was seen is finite. Slabs that came before one that is not have been used.
     """
-    active, columns, apart = update.active, update.weight.shape[1], _apart(update)
+    active, columns = update.active, update.weight.shape[1]
     assert active is not None
+    for storage in update.storage:
+        storage.learns(update.state)  # completes the state, of which rows follow
     taken = 0
-    waiting: list[tuple[Tensor, Tensor]] = []
-    for start, _, slab, mask in slabs:
+    for start, stop, slab, mask in slabs:
         if active.growth is not None:
             active.growth.add(update.offset + start * columns, slab, mask)
         at = mask.nonzero().view(-1)
-        g, at = slab[at], at + start * columns
-        if not apart:
-            waiting.append((at, g))
-        elif not _step(update, at, g, taken):
+        if not _step(update, slice(start, stop), at, slab[at], taken):
             return False
         taken += len(at)
-    return apart or _step(update, torch.cat([at for at, _ in waiting]), torch.cat([g for _, g in waiting]), 0)
-
-
-def _apart(update: Update) -> bool:
-    """Whether weights share nothing, so that those of some rows can be updated before others."""
-    return all(isinstance(storage, Dense) for storage in update.storage)
+    return True
 
 
 def _finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int, limit: float) -> bool:
@@ -74,19 +66,19 @@ def _finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype,
     return finite(factors, grad, dtype, rows, limit)
 
 
-def _step(update: Update, at: Tensor, g: Tensor, first: int) -> bool:
-    """Step the active weights at the indices `at`, whose entries begin at `first`."""
+def _step(update: Update, rows: slice, at: Tensor, g: Tensor, first: int) -> bool:
+    """Step the active weights of some rows, at the indices `at` from their first on; their entries begin at `first`."""
     active, columns = update.active, update.weight.shape[1]
     assert active is not None
     if not len(at):
         return True
-    stop = first + len(at)
-    state = update.state
-    if stop - first < len(active.cohort):
-        state = {storage.name: state[storage.name][:, first:stop] for storage in update.storage}
+    mine = slice(first, first + len(at))
+    state = {key: view for storage in update.storage for key, view in storage.compact(update.state, mine, rows).items()}
+    state[WHERE] = Where(at, columns)
+    at = at + rows.start * columns
     where = (at // columns, at % columns)
     weight = update.weight[where][None]
-    entries = Entries(at + update.offset, active.cohort[first:stop], active.ages)
+    entries = Entries(at + update.offset, active.cohort[mine], active.ages)
     gathered = replace(update, weight=weight, state=state, active=None, entries=entries)
     if not reference.apply_gradient(gathered, g[None]):
         return False

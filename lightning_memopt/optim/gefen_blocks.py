@@ -68,6 +68,14 @@ class Blocks:
         """A fresh tensor of the weight's shape, from one value per block."""
         return self.join(values[:, :, None].expand(-1, -1, self.block).clone(), shape)
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Largest magnitude in each block: [rows, count]."""
+        return self.split(x).abs().amax(2)
+
+    def put(self, values: Tensor, x: Tensor) -> None:
+        """Write what all weights of a block agree on."""
+        values.copy_(self.split(x)[:, :, 0])
+
     def sizes(self, like: Tensor) -> Tensor:
         """Weights in each block of a row: [count], dtype and device of `like`."""
         starts = torch.arange(self.count, device=like.device) * self.block

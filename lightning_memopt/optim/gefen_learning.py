@@ -37,6 +37,8 @@ from lightning_memopt.optim.gefen_blocks import (
     profile,
 )
 from lightning_memopt.optim.shards import as_rows, by_rows, local, sum_over_ranks
+from lightning_memopt.sparsity.bits import MASK
+from lightning_memopt.sparsity.spans import WHERE, Where
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -172,8 +174,13 @@ def _encode_anew(weight: _Weight, codebook: Tensor) -> None:
     """Decode the first moment by the start-up curve and encode it by `codebook`, a few rows at a time."""
     state, moment = weight.state, weight.moment
     del state[HISTOGRAM]
-    old = {key: local(state[key]) for key in moment.entries()}
+    old: dict[str, Any] = {key: local(state[key]) for key in moment.entries()}
     state[CODEBOOK] = codebook
+    if MASK in state:
+        own = local(weight.param)
+        old[WHERE] = Where.of(state[MASK], own.numel(), own.shape[1])
+        moment.save(old | {CODEBOOK: codebook}, moment.load(old, torch.float32), None)
+        return
     code = old["exp_avg"]
     step = max(1, REWRITE_ELEMENTS // max(1, code[:1].numel()))
     for start in range(0, len(code), step):

@@ -40,6 +40,7 @@ from lightning_memopt.rules.adam import AdamWRule
 from lightning_memopt.rules.base import Group, State
 from lightning_memopt.rules.storage import Dense, Rounder, Storage
 from lightning_memopt.rules.storage_8bit import BLOCK, TINY, Codes, block_scale
+from lightning_memopt.sparsity.spans import Spans, where
 
 # Smaller tensors and vectors (biases, norms) keep AdamW's moments: they weigh nothing and are the most sensitive.
 MIN_ELEMENTS = 4096
@@ -87,20 +88,22 @@ class LearnedCodes(Codes):
         views = {key: state[key][start:stop] for key in (self.name, self.scale_name)}
         return views | {key: state[key] for key in (CODEBOOK, learning.HISTOGRAM) if key in state}
 
+    def compact(self, state: Mapping[str, Any], entries: slice, rows: slice) -> dict[str, Any]:
+        """Codes of some active weights and scales of their rows; codebook and histogram are the whole weight's."""
+        views = {self.name: state[self.name][:, entries], self.scale_name: state[self.scale_name][rows]}
+        return views | {key: state[key] for key in (CODEBOOK, learning.HISTOGRAM) if key in state}
+
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Decode in float32."""
         code, scale = state[self.name], state[self.scale_name]
-        spread = Blocks.of(code, scale).spread(scale.float(), code.shape)
-        return decode(code, spread, state[CODEBOOK]).to(dtype)
+        return decode(code, _blocks(state, scale).spread(scale.float(), code.shape), state[CODEBOOK]).to(dtype)
 
     def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
         """New scales, then new codes, to nearest."""
         code, scale = state[self.name], state[self.scale_name]
-        blocks = Blocks.of(code, scale)
-        split = blocks.split(moment.float())
-        largest = block_scale(split.abs().amax(2, keepdim=True))
-        scale.copy_(largest[:, :, 0])
-        code.copy_(blocks.join(encode(split, largest.float(), state[CODEBOOK]), code.shape))
+        blocks = _blocks(state, scale)
+        scale.copy_(block_scale(blocks.largest(moment.float())))
+        code.copy_(encode(moment.float(), blocks.spread(scale.float(), code.shape), state[CODEBOOK]))
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """As saved; a moment that was kept whole is learned from like a first gradient.
@@ -112,12 +115,8 @@ class LearnedCodes(Codes):
         if moment.is_floating_point():
             state = self.create(param)
             own = {key: local(value) for key, value in state.items()}
-            moment = local(moment).to(own[self.name].device, torch.float32).view_as(own[self.name])
-            if self.learns(own):
-                self.learn(own, moment)
-                state[learning.HISTOGRAM] = own[learning.HISTOGRAM]
-            self.save(own, moment, None)
-            return state
+            self.take(own, local(moment).to(own[self.name].device, torch.float32).view_as(own[self.name]))
+            return state | {key: own[key] for key in (learning.HISTOGRAM,) if key in own}
         missing = [key for key in self.entries() if key not in saved]
         if missing:
             raise UnsupportedError(
@@ -136,6 +135,12 @@ class LearnedCodes(Codes):
             state[CODEBOOK] = state[CODEBOOK].cpu()
         return state
 
+    def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:
+        """Learn from it like from a first gradient, and encode it."""
+        if self.learns(state):
+            self.learn(state, moment)
+        self.save(state, moment, None)
+
     def learns(self, state: MutableMapping[str, Any]) -> bool:
         """Until the start-up curve is replaced."""
         if not learning.is_learning(state):
@@ -146,8 +151,8 @@ class LearnedCodes(Codes):
 
     def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
         """Count the magnitudes of the gradient in units of each block's largest."""
-        split = Blocks.of(g, state[self.scale_name]).split(g.float().abs())
-        state[learning.HISTOGRAM] += count(split / split.amax(2, keepdim=True).clamp_(min=TINY))
+        blocks, size = _blocks(state, state[self.scale_name]), g.float().abs()
+        state[learning.HISTOGRAM] += count(size / blocks.spread(blocks.largest(size).clamp_(min=TINY), g.shape))
 
 
 @dataclass(frozen=True)
@@ -171,15 +176,24 @@ class BlockMean(Storage):
         """Rows of what is there."""
         return {key: state[key][start:stop] for key in (self.name, learning.FINE) if key in state}
 
+    def per_block(self) -> dict[str, int]:
+        """All of it."""
+        return {self.name: self.block}
+
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Every weight's copy of its block's value, so that the rule need not know of blocks."""
         code, mean = state["exp_avg"], state[self.name]
-        return Blocks.of(code, mean).spread(mean, code.shape).to(dtype)
+        return _blocks(state, mean).spread(mean, code.shape).to(dtype)
 
     def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
         """One of the copies."""
         mean = state[self.name]
-        mean.copy_(Blocks.of(moment, mean).split(moment)[:, :, 0])
+        _blocks(state, mean).put(mean, moment)
+
+    def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:
+        """Its mean over each block."""
+        mean = state[self.name]
+        mean.copy_(_blocks(state, mean).mean(moment).clamp_(min=LEAST))
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """As saved; the mean over each block of a moment that was kept whole."""
@@ -196,8 +210,7 @@ class BlockMean(Storage):
 
     def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
         """The mean over each block, never zero."""
-        mean = state[self.name]
-        blocks = Blocks.of(g2, mean)
+        blocks = _blocks(state, state[self.name])
         return blocks.spread(blocks.mean(g2).clamp_(min=LEAST), g2.shape)
 
     def learns(self, state: MutableMapping[str, Any]) -> bool:
@@ -214,6 +227,12 @@ class BlockMean(Storage):
     def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
         """The same mean over the finest blocks."""
         _write_mean(state[learning.FINE], g.float().square())
+
+
+def _blocks(state: Mapping[str, Any], values: Tensor) -> Blocks | Spans:
+    """The blocks that `values` belong to: of all weights, or of a sparse weight's active ones."""
+    active = where(state)
+    return Blocks.of(state["exp_avg"], values) if active is None else active.blocks(values)
 
 
 def _write_mean(means: Tensor, x: Tensor) -> None:

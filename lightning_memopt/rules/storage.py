@@ -43,6 +43,18 @@ class Storage:
         """Views of the entries for rows [start, stop) of the weight."""
         return {self.name: state[self.name][start:stop]}
 
+    def per_block(self) -> dict[str, int]:
+        """Entries with an element for each block of weights, and how many weights are in a block."""
+        return {}
+
+    def compact(self, state: Mapping[str, Any], entries: slice, rows: slice) -> dict[str, Any]:
+        """Of a sparse weight's state, views of the entries of some active weights, those of the rows `rows`.
+
+        What is one element per active weight lies in [1, active]; what is per block, in a row for each row.
+        """
+        names = self.per_block()
+        return {k: state[k][rows] if k in names else state[k][:, entries] for k in self.entries()}
+
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """State entries from a saved state, of this storage or of one that keeps the moment whole."""
         state = self.create(param)
@@ -50,8 +62,12 @@ class Storage:
             for key in self.entries():
                 state[key].copy_(saved[key])
         else:
-            self.save(state, saved[self.name].to(param.device, torch.float32), None)
+            self.take(state, saved[self.name].to(param.device, torch.float32))
         return state
+
+    def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:
+        """Fill fresh entries with a moment that was kept whole, float32."""
+        self.save(state, moment, None)
 
     def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
         """What a second moment of this storage accumulates, given the squared gradient."""

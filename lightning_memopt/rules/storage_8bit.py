@@ -23,7 +23,7 @@ weights are.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memopt.rules.storage import Rounder, Storage
+from lightning_memopt.sparsity.spans import where
 
 # A block is short enough that a GPU's group of warps holds 64 rows of it while it also holds a tile of dW; 16-bit
 # scales keep it at 1.03 bytes per weight and moment.
@@ -128,6 +129,10 @@ class Codes(Storage):
             self.scale_name: torch.zeros(blocks_of(param), dtype=torch.bfloat16, device=param.device),
         }
 
+    def per_block(self) -> dict[str, int]:
+        """Scales."""
+        return {self.scale_name: BLOCK}
+
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
         """Rows of codes and scales."""
         return {key: state[key][start:stop] for key in self.entries()}
@@ -135,15 +140,13 @@ class Codes(Storage):
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Decode in float32."""
         code = state[self.name]
-        return self._decode(code, _spread(state[self.scale_name], code)).to(dtype)
+        return self._decode(code, _spread(state, state[self.scale_name], code)).to(dtype)
 
     def save(self, state: MutableMapping[str, Any], moment: Tensor, rounder: Rounder) -> None:
         """New scales, then new codes."""
         code, scale = state[self.name], state[self.scale_name]
-        rows, columns = rows_of(code)
-        padded = F.pad(moment.float().reshape(rows, columns), (0, scale.shape[1] * BLOCK - columns))
-        scale.copy_(block_scale(padded.abs().unflatten(1, (scale.shape[1], BLOCK)).amax(2)))
-        code.copy_(self._encode(moment.float(), _spread(scale, code), rounder))
+        scale.copy_(block_scale(_largest(state, scale, moment.float())))
+        code.copy_(self._encode(moment.float(), _spread(state, scale, code), rounder))
 
     def _decode(self, code: Tensor, scale: Tensor) -> Tensor:
         raise NotImplementedError
@@ -152,8 +155,21 @@ class Codes(Storage):
         raise NotImplementedError
 
 
-def _spread(scale: Tensor, code: Tensor) -> Tensor:
+def _largest(state: Mapping[str, Any], scale: Tensor, x: Tensor) -> Tensor:
+    """Largest magnitude of each block, shaped like `scale`."""
+    active = where(state)
+    if active is not None:
+        return active.blocks(scale).largest(x)
+    rows, columns = rows_of(x)
+    padded = F.pad(x.reshape(rows, columns), (0, scale.shape[1] * BLOCK - columns))
+    return padded.abs().unflatten(1, (scale.shape[1], BLOCK)).amax(2)
+
+
+def _spread(state: Mapping[str, Any], scale: Tensor, code: Tensor) -> Tensor:
     """Each weight's scale, shaped like the weight."""
+    active = where(state)
+    if active is not None:
+        return active.blocks(scale).spread(scale.float())
     columns = rows_of(code)[1]
     return scale.float().repeat_interleave(BLOCK, 1)[:, :columns].reshape(code.shape)
 

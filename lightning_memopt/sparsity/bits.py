@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+# Name of a mask's bits in the state of an optimizer.
+MASK = "smet_mask"
 # Weights per element of the index. Mask and index together take 0.157 bytes per weight.
 SEGMENT = 128
 # Weights that are unpacked at a time: no tensor of the layer's size is made. A multiple of SEGMENT.

@@ -101,9 +101,9 @@ class SparseLayer:
         return states.compact_like(self.param, self.active)
 
     @property
-    def own_like(self) -> Tensor:
-        """What the rule creates states from: the active weights that are here."""
-        return states.compact_like(self.param, self.own)
+    def _shape(self) -> tuple[int, int]:
+        """Rows that are here, and columns."""
+        return self.param.shape[0], self.param.shape[1]
 
     @property
     def own(self) -> int:
@@ -143,9 +143,15 @@ class SparseLayer:
             bits = random_mask(self.runs, self.keep, self.settings.seed, self.shard.device)
         if all(moment.name in state for moment in storage) and storage:
             whole = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-            state |= states.restore(self.param, storage, bits, whole)
+            state |= states.restore(self.param, storage, bits, self.density, whole)
         else:
             state |= states.fresh(bits.to(self.shard.device), self.shard.count)
+
+    def fresh(self, storage: tuple[Storage, ...]) -> dict[str, Any]:
+        """The rule's own entries before the first step, for the active weights that are here."""
+        slot = self.slot
+        counts = slot.rule.init_state(states.compact_like(self.param, 0), slot.group, ())
+        return counts | states.moments(storage, self._shape, self.own, self.density, self.param)
 
     def restore(self, state: dict[str, Any], storage: tuple[Storage, ...], saved: Mapping[str, Any]) -> None:
         """Fill the state from a checkpoint, of which `saved` holds the rows that are here.
@@ -157,7 +163,7 @@ class SparseLayer:
             return
         if MASK not in saved:
             self.fill(state, storage)
-        state |= states.restore(self.param, storage, state.get(MASK, torch.empty(0)), saved)
+        state |= states.restore(self.param, storage, state.get(MASK, torch.empty(0)), self.density, saved)
         active = sum(self.shard.each(len(state[COHORT])))
         if active != self.active:
             raise UnsupportedError(
@@ -256,7 +262,7 @@ class SparseLayer:
             return Change(0, 0)
         state, param = self.slot.state, self.param
         bits = exchange(param, state[MASK], self.runs, k, self.settings.seed, event, growth)
-        states.change_mask(state, storage, bits, self.shard.count, compute_dtype(param), self.shard)
+        states.change_mask(state, storage, bits, self._shape, compute_dtype(param), self.shard)
         self.zero()
         count = k * self.settings.run
         return Change(count, count)
@@ -297,5 +303,5 @@ class SparseLayer:
         """Bytes of the weight and of what belongs to it, as allocated by this process."""
         state = self.slot.state
         own = {"mask": state[MASK].nbytes, "index": state[INDEX].nbytes, "ages": state[COHORT].nbytes}
-        others = [v for k, v in state.items() if k not in states.ENTRIES and isinstance(v, Tensor) and v.dim()]
+        others = [local(v) for k, v in state.items() if k not in states.ENTRIES and isinstance(v, Tensor) and v.dim()]
         return {"weight": self.param.nbytes, "moments": sum(tensor.nbytes for tensor in others), **own}

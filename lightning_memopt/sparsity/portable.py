@@ -6,6 +6,7 @@ all ranks' one after the other, are dealt out evenly, so that an entry is a DTen
     moments       [1, active]           sharded along the second dimension
     smet_cohort   [active]              sharded
     smet_mask     [rows, columns / 8]   sharded by rows; a row begins with a new byte (`sparsity.bits.by_rows`)
+    of blocks     [rows, blocks]        sharded by rows, as they always are (`sparsity.spans`)
     others        the same on all ranks
 
 Only the mask says whose a value is, so it is read first; then the values go back to their rows. The index is made anew.
@@ -118,6 +119,9 @@ def from_whole(param: Tensor, saved: Mapping[str, Any]) -> State:
     for key, value in saved.items():
         if isinstance(value, Tensor) and is_compact(key, value.shape, active):
             result[key] = value[..., first:last]
+        elif isinstance(value, Tensor) and value.dim() == 2 and key != MASK:  # of the blocks in each row
+            columns = param.shape[1]
+            result[key] = value[shard.first // columns : (shard.first + shard.count) // columns]
     return result
 
 

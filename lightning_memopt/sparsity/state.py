@@ -10,8 +10,8 @@ Entries beside the rule's own, all in ``optimizer.state[param]`` so that checkpo
 
 A cohort is the weights that were grown in one event; all of them have the same age, so one byte per active weight and
 one number per cohort hold all ages exactly. Where more cohorts than a byte can tell apart are alive, the two whose ages
-differ least in proportion become one. Moments lie as one row, [1, active], in the order of the weights; 8-bit codes
-have their blocks along that row.
+differ least in proportion become one. Moments lie as one row, [1, active], in the order of the weights; what 8-bit
+moments keep for a block of them, in rows as the weight has them (`sparsity.spans`).
 
 Of a sharded weight each process keeps the entries of its own rows. Cohorts are numbered alike everywhere.
 """
@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.optim.shards import local
 from lightning_memopt.rules.storage import Dense, Storage
-from lightning_memopt.sparsity.bits import SEGMENT, chunks, flat_bits, make_index, move, unpack
+from lightning_memopt.sparsity.bits import MASK, SEGMENT, chunks, flat_bits, make_index, move, unpack
 from lightning_memopt.sparsity.shard import Shard
+from lightning_memopt.sparsity.spans import WHERE, Where, spans
 
-MASK, INDEX, COHORT, BIRTHS, STEPS = "smet_mask", "smet_index", "smet_cohort", "smet_births", "smet_steps"
+INDEX, COHORT, BIRTHS, STEPS = "smet_index", "smet_cohort", "smet_births", "smet_steps"
 ENTRIES = (MASK, INDEX, COHORT, BIRTHS, STEPS)
 # Cohorts that one byte tells apart.
 COHORTS = 256
@@ -46,6 +48,24 @@ def metadata_bytes(total: int, active: int) -> dict[str, int]:
 def compact_like(param: Tensor, active: int) -> Tensor:
     """A tensor that states can be created from as if it were the row of active weights; it takes no memory."""
     return param.detach().new_empty(()).expand(1, active)
+
+
+def moments(storage: Sequence[Storage], shape: tuple[int, int], active: int, density: float, like: Tensor) -> State:
+    """Entries of moments that have seen no gradient.
+
+    Args:
+        storage: Of the moments.
+        shape: Rows and columns of the weight.
+        active: Active weights in these rows.
+        density: Of the whole weight.
+        like: Of the weight's dtype and device.
+    """
+    state: State = {}
+    for moment in storage:
+        state |= moment.create(compact_like(like, active))
+        for key, block in moment.per_block().items():
+            state[key] = state[key].new_zeros(spans(shape, block, density))
+    return state
 
 
 def fresh(bits: Tensor, total: int) -> State:
@@ -66,7 +86,7 @@ def gather(dense: Tensor, bits: Tensor) -> Tensor:
     return torch.cat([flat[:0], *(flat[a:b][unpack(bits, a, b)] for a, b in chunks(len(flat)))])[None]
 
 
-def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, saved: Mapping[str, Any]) -> State:
+def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, density: float, saved: Mapping[str, Any]) -> State:
     """Entries from a saved state, of a sparse weight or, at the mask `bits`, of a dense one; of the rows in `param`.
 
     Raises:
@@ -85,10 +105,12 @@ def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, saved: Mapp
             "weight nor whole moments. Resume from a checkpoint of SMET or of a plain optimizer."
         )
     state = fresh(bits, total)
-    compact = compact_like(param, len(state[COHORT]))
+    shape = (param.shape[0], param.shape[1])
+    state |= moments(storage, shape, len(state[COHORT]), density, param)
+    state[WHERE] = Where.of(bits, total, shape[1])
     for moment in storage:
-        whole = gather(saved[moment.name].to(param.device), bits)
-        state |= moment.restore(compact, {moment.name: whole})
+        moment.take(state, gather(saved[moment.name].to(param.device), bits))
+    del state[WHERE]
     state |= {key: _copy(value, param.device) for key, value in saved.items() if key not in names}
     state[STEPS] = int(saved.get("step", 0))
     return state
@@ -103,31 +125,41 @@ def _copy(value: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def change_mask(
-    state: State, storage: Sequence[Storage], bits: Tensor, total: int, dtype: torch.dtype, shard: Shard | None = None
+    state: State,
+    storage: Sequence[Storage],
+    bits: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    shard: Shard | None = None,
 ) -> None:
     """Give the state another mask with as many active weights over all rows.
 
     Moments of weights that stay active move along; those of new ones start as in a fresh optimizer. A second moment
-    that is shared by a block has no value of its own for a new weight, which counts as the mean over all weights there.
+    that a block shares is a new weight's as well; where there was no weight in the block, the mean over all weights.
 
     Args:
         state: Of the parameter.
         storage: Of its moments.
         bits: The new mask.
-        total: Weights that have a state here.
+        shape: Of the weight, its rows that are here.
         dtype: Precision in which codes are decoded.
         shard: Which weights these are; None for all.
     """
-    old = state[MASK]
+    old, (rows, columns) = state[MASK], shape
+    total = rows * columns
     for moment in storage:
         if isinstance(moment, Dense):
             state[moment.name] = move(state[moment.name].view(-1), old, bits, total, moment.init)[None]
             continue
-        values = moment.load(state, dtype)
-        shared = type(moment).share is not Storage.share
-        start = float(values.mean()) if shared else 0.0
-        moved = move(values.view(-1), old, bits, total, start).view(values.shape)
-        moment.save(state, moment.share(state, moved), None)
+        own = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        was, now = Where.of(old, total, columns), Where.of(bits, total, columns)
+        values = moment.load({**own, WHERE: was}, dtype)
+        if moment.name in moment.per_block():
+            _fill_empty(own[moment.name], was, values, shard)
+            continue
+        moved = move(values.view(-1), old, bits, total, 0.0)[None]
+        state[moment.name] = own[moment.name].new_empty(moved.shape)
+        moment.save({**own, moment.name: state[moment.name], WHERE: now}, moved, None)
     births = list(state[BIRTHS])
     newest = _free_cohort(births, state[COHORT], state[STEPS], shard)
     births[newest : newest + 1] = [state[STEPS]]
@@ -135,6 +167,14 @@ def change_mask(
     state[COHORT] = move(state[COHORT], old, bits, total, newest)
     state[MASK].copy_(bits)
     state[INDEX].copy_(make_index(bits, total))
+
+
+def _fill_empty(means: Tensor, where: Where, values: Tensor, shard: Shard | None) -> None:
+    """Give blocks without weights the mean of all active weights' `values`."""
+    known = torch.stack([values.double().sum(), values.new_tensor(values.numel(), dtype=torch.float64)])
+    if shard is not None:
+        known = shard.sum(known)
+    means.masked_fill_(where.blocks(means).sizes() == 0, float(known[0] / known[1]))
 
 
 def _free_cohort(births: list[int], cohort: Tensor, steps: int, shard: Shard | None) -> int:

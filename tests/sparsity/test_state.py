@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_memopt.rules.storage import Dense
+from lightning_memopt.rules.gefen import BlockMean
+from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.rules.storage_8bit import PositiveCodes, SignedCodes
 from lightning_memopt.sparsity import state as states
 from lightning_memopt.sparsity.bits import pack, unpack
+from lightning_memopt.sparsity.spans import WHERE, Where, span, spans
 from lightning_memopt.sparsity.state import BIRTHS, COHORT, INDEX, MASK, STEPS
 
+SHAPE = (10, 100)
 TOTAL = 1000
 
 
@@ -37,7 +42,7 @@ def test_ages_are_exact_while_a_byte_is_enough() -> None:
             state[STEPS] += 1
             ages[mask] += 1
         new = next_mask(mask, 5)
-        states.change_mask(state, (), bits_of(new), TOTAL, torch.float32)
+        states.change_mask(state, (), bits_of(new), SHAPE, torch.float32)
         ages[~(mask & new)] = 0
         mask = new
         assert torch.equal(unpack(state[MASK], 0, TOTAL), mask), event
@@ -55,7 +60,7 @@ def test_more_cohorts_than_a_byte_tells_apart() -> None:
         state[STEPS] += 2
         ages[mask] += 2
         new = next_mask(mask, 2)
-        states.change_mask(state, (), bits_of(new), total, torch.float32)
+        states.change_mask(state, (), bits_of(new), (10, 400), torch.float32)
         ages[~(mask & new)] = 0
         mask = new
     assert len(state[BIRTHS]) == states.COHORTS
@@ -73,29 +78,87 @@ def test_moments_move_with_their_weights(dtype: torch.dtype) -> None:
     state = states.fresh(bits_of(mask), TOTAL)
     state |= {moment.name: whole[mask][None].clone() for moment in storage}
     new = next_mask(mask, 100)
-    states.change_mask(state, storage, bits_of(new), TOTAL, torch.float64 if dtype == torch.float64 else torch.float32)
+    states.change_mask(state, storage, bits_of(new), SHAPE, torch.float64 if dtype == torch.float64 else torch.float32)
     for moment in storage:
         expected = torch.where(mask, whole, torch.tensor(moment.init, dtype=dtype))[new]
         assert torch.equal(state[moment.name][0], expected)
+
+
+def coded(storage: tuple[Storage, ...], mask: Tensor, values: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The state of a sparse weight whose moments are `values`, one per active weight."""
+    state = states.fresh(bits_of(mask), TOTAL)
+    state |= states.moments(storage, SHAPE, int(mask.sum()), 0.5, torch.empty(()))
+    view = {**state, WHERE: Where.of(state[MASK], TOTAL, SHAPE[1])}
+    for moment, value in zip(storage, values, strict=True):
+        moment.take(view, value[None])
+    return state
+
+
+def decoded(storage: tuple[Storage, ...], state: dict[str, Any]) -> list[Tensor]:
+    view = {**state, WHERE: Where.of(state[MASK], TOTAL, SHAPE[1])}
+    return [moment.load(view, torch.float32)[0].clone() for moment in storage]
 
 
 def test_codes_are_encoded_anew() -> None:
     """To their own resolution; a grown weight's first moment is exactly zero."""
     torch.manual_seed(3)
     mask = torch.rand(TOTAL) < 0.5
-    like = states.compact_like(torch.empty(1, TOTAL), int(mask.sum()))
+    count = int(mask.sum())
     storage = (SignedCodes("exp_avg"), PositiveCodes("exp_avg_sq"))
-    state = states.fresh(bits_of(mask), TOTAL)
-    values = (torch.randn(like.shape), torch.rand(like.shape) + 0.1)
-    for moment, value in zip(storage, values, strict=True):
-        state |= moment.create(like)
-        moment.save(state, value, None)
-    before = [moment.load(state, torch.float32).clone() for moment in storage]
+    state = coded(storage, mask, (torch.randn(count), torch.rand(count) + 0.1))
+    before = decoded(storage, state)
     new = next_mask(mask, 100)
-    states.change_mask(state, storage, bits_of(new), TOTAL, torch.float32)
-    m, v = (moment.load(state, torch.float32)[0] for moment in storage)
+    states.change_mask(state, storage, bits_of(new), SHAPE, torch.float32)
+    m, v = decoded(storage, state)
     fresh = ~mask[new]
     assert not m[fresh].any() and (v[fresh] < 1e-5).all()
     for after, old, error in ((m, before[0], 0.05), (v, before[1], 0.06)):
-        kept = old[0][new[mask]]
+        kept = old[new[mask]]
         assert ((after[~fresh] - kept).abs() <= error * old.abs().max()).all()
+
+
+def test_shared_second_moments_stay_with_their_blocks() -> None:
+    """Weights join the block they are grown in; one without weights has the mean over all."""
+    torch.manual_seed(4)
+    mask = torch.rand(TOTAL) < 0.5
+    mask.view(SHAPE)[3, :64] = False  # an empty block: spans have 64 weights
+    storage = (SignedCodes("exp_avg"), BlockMean("exp_avg_sq", 32, 32))
+    count = int(mask.sum())
+    state = coded(storage, mask, (torch.randn(count), torch.rand(count) + 0.1))
+    means = state["exp_avg_sq"].clone()
+    number = Where.of(state[MASK], TOTAL, SHAPE[1]).blocks(means)
+    values = decoded(storage, state)[1]
+    new = mask.clone()
+    new.view(SHAPE)[3, 5] = True
+    new[mask.nonzero()[0]] = False
+    states.change_mask(state, storage, bits_of(new), SHAPE, torch.float32)
+    assert number.sizes()[3, 0] == 0 and (number.sizes() == 0).sum() == 1
+    means[3, 0] = values.double().mean()
+    assert torch.equal(state["exp_avg_sq"], means)
+    fresh = ~mask[new]
+    assert torch.equal(decoded(storage, state)[1][fresh], means[3, :1])
+
+
+@pytest.mark.parametrize(("columns", "density", "width"), [(100, 0.5, 128), (1000, 0.26, 256), (130, 1.0, 64)])
+def test_blocks_are_spans_of_a_row(columns: int, density: float, width: int) -> None:
+    """Against a loop over rows and spans."""
+    torch.manual_seed(5)
+    mask = torch.rand(5, columns) < density
+    mask[2] = False
+    shape = spans((5, columns), 64, density)
+    assert span(64, density) == width and shape == (5, -(-columns // width))
+    x, values = torch.randn(int(mask.sum())), torch.randn(shape)
+    blocks = Where.of(bits_of(mask.view(-1)), mask.numel(), columns).blocks(values)
+    whole = torch.zeros(mask.shape)
+    whole[mask] = x
+    for row in range(5):
+        for i in range(shape[1]):
+            place = slice(i * width, (i + 1) * width)
+            part = whole[row, place][mask[row, place]]
+            assert blocks.sizes()[row, i] == len(part)
+            expected = part.abs().amax() if len(part) else 0
+            assert blocks.largest(x)[row, i] == expected
+            torch.testing.assert_close(blocks.mean(x)[row, i], part.mean() if len(part) else torch.zeros(()))
+            spread = torch.zeros(mask.shape)
+            spread[mask] = blocks.spread(values)[0]
+            assert (spread[row, place][mask[row, place]] == values[row, i]).all()
