@@ -213,7 +213,7 @@ CASES = (
     Case(
         "SMET with AdamW8bit",
         "exact",
-        "blocks of codes are consecutive active weights; a topology update encodes them anew; plain-torch kernels",
+        "blocks are the active weights in a span of a row; a topology update encodes codes anew; plain-torch kernels",
         "AdamW8bit",
     ),
     Case(
@@ -227,12 +227,13 @@ CASES = (
         "SMET under another strategy",
         "refused",
         "SMET keeps optimizer state for active weights only, which needs an update that knows of masks. "
-        "Use strategy='forge'.",
+        "Use strategy='forge' or 'forge_fsdp'.",
     ),
     Case(
         "SMET on sharded weights",
-        "refused",
-        "SMET trains weights that are whole on their device. Use strategy='forge'.",
+        "exact",
+        "each rank has mask, ages and moments of its rows; masks are those of one process, checkpoints reshard",
+        strategies=_SHARDED,
     ),
     Case(
         "SMET on a weight that is shared with an embedding",

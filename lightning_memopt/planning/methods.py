@@ -18,9 +18,8 @@ from lightning_memopt.optim import AdamW8bit, Gefen, Lion
 from lightning_memopt.planning.live import ROUNDING, LiveBytes
 from lightning_memopt.planning.trace import Route
 from lightning_memopt.rules import rule_for
-from lightning_memopt.sparsity.bits import SEGMENT
 from lightning_memopt.sparsity.density import sparse_layers
-from lightning_memopt.sparsity.state import compact_like
+from lightning_memopt.sparsity.state import compact_like, initial, metadata_bytes
 
 # Parameters of an optimizer as groups, as `torch.optim` takes them.
 Groups = list[dict[str, Any]]
@@ -114,13 +113,13 @@ def forged(make: MakeOptimizer, module: nn.Module, groups: Groups, density: floa
     total = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            like = param
             if id(param) in sparse and density is not None:
-                active = round(density * param.numel())
-                like = compact_like(param, active)
-                # mask, index, and the cohort of each active weight: lightning_memopt.sparsity.state
-                total += ceil(param.numel() / 8) + 4 * (ceil(param.numel() / SEGMENT) + 1) + active
-            total += size(rule.init_state(like, group, rule.storage(like, group, like.dtype)))
+                active, shape = round(density * param.numel()), (param.shape[0], param.shape[1])
+                storage = rule.storage(compact_like(param, active), group, param.dtype)
+                total += size(initial(rule, group, storage, shape, active, density, param))
+                total += sum(metadata_bytes(param.numel(), active).values())
+            else:
+                total += size(rule.init_state(param, group, rule.storage(param, group, param.dtype)))
     return Holds(total)
 
 

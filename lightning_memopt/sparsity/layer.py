@@ -149,9 +149,8 @@ class SparseLayer:
 
     def fresh(self, storage: tuple[Storage, ...]) -> dict[str, Any]:
         """The rule's own entries before the first step, for the active weights that are here."""
-        slot = self.slot
-        counts = slot.rule.init_state(states.compact_like(self.param, 0), slot.group, ())
-        return counts | states.moments(storage, self._shape, self.own, self.density, self.param)
+        rule, group = self.slot.rule, self.slot.group
+        return states.initial(rule, group, storage, self._shape, self.own, self.density, self.param)
 
     def restore(self, state: dict[str, Any], storage: tuple[Storage, ...], saved: Mapping[str, Any]) -> None:
         """Fill the state from a checkpoint, of which `saved` holds the rows that are here.

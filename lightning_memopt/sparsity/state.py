@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.shards import local
+from lightning_memopt.rules.base import Group, Rule
 from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.bits import MASK, SEGMENT, chunks, flat_bits, make_index, move, unpack
 from lightning_memopt.sparsity.shard import Shard
@@ -66,6 +67,20 @@ def moments(storage: Sequence[Storage], shape: tuple[int, int], active: int, den
         for key, block in moment.per_block().items():
             state[key] = state[key].new_zeros(spans(shape, block, density))
     return state
+
+
+def initial(
+    rule: Rule,
+    group: Group,
+    storage: Sequence[Storage],
+    shape: tuple[int, int],
+    active: int,
+    density: float,
+    like: Tensor,
+) -> State:
+    """The rule's own entries before the first step: what it counts, and `moments`."""
+    counts = rule.init_state(compact_like(like, 0), group, ())
+    return counts | moments(storage, shape, active, density, like)
 
 
 def fresh(bits: Tensor, total: int) -> State:
