@@ -27,7 +27,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         raise MemOptError(
             f"{path} is the folder of a sharded checkpoint; first make one file of it: "
-            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+            f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}"
         )
     if not path.is_file():
         raise MemOptError(f"There is no checkpoint {path}.")

@@ -24,7 +24,11 @@ def masks_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     masks = {}
     for name, (optimizer, number) in places.items():
         weight = checkpoint["state_dict"][name]
-        bits = flat_bits(checkpoint["optimizer_states"][optimizer]["state"][number][MASK], weight.shape[1])
+        if "optimizer_states" in checkpoint:
+            state = checkpoint["optimizer_states"][optimizer]["state"][number]
+        else:  # a file that was made of a sharded run's folder
+            state = checkpoint[f"optimizer_{optimizer}"]["state"][name]
+        bits = flat_bits(state[MASK], weight.shape[1])
         masks[name] = unpack(bits, 0, weight.numel()).view(weight.shape)
     return masks
 

@@ -59,3 +59,19 @@ def test_chunks_hold_whole_units(unit: int) -> None:
     assert ranges[0][0] == 0 and ranges[-1][1] == 6000
     for (_, stop), (start, _) in pairwise(ranges):
         assert stop == start and start % unit == 0 and start % bits.SEGMENT == 0
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 16), (11, 7), (23, 130), (0, 9)])
+def test_rows_with_whole_bytes(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There and back, in few and in many chunks; and any part of a mask on its own."""
+    mask = torch.rand(rows * columns) < 0.4
+    for chunk in (bits.CHUNK, 128):
+        monkeypatch.setattr(bits, "CHUNK", chunk)
+        packed = bits.pack_flags(mask)
+        rowed = bits.by_rows(packed, rows, columns)
+        assert rowed.shape == (rows, -(-columns // 8))
+        assert torch.equal(bits.flat_bits(rowed, columns), packed)
+        for row in range(rows):
+            assert torch.equal(bits.unpack(rowed[row], 0, columns), mask[row * columns : (row + 1) * columns])
+        part = bits.cut(packed, min(columns, len(mask)), len(mask))
+        assert torch.equal(bits.unpack(part, 0, max(0, (rows - 1) * columns)), mask[columns:])

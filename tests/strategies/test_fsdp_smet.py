@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -10,11 +12,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import OPTIMIZERS, Module
-from sharded import Deep, Ranks, Wide, furthest, train, train_forge, whole
-from torch import Tensor
+from harness import OPTIMIZERS, QUIET, Module, next_token_loss
+from sharded import Deep, Ranks, Wide, data, furthest, train, train_forge, whole
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 import lightning_memopt as memopt
+from lightning_memopt.kernels.active import Largest
+from lightning_memopt.sparsity.bits import unpack
+from lightning_memopt.sparsity.checkpoint import masks_of
+from lightning_memopt.sparsity.shard import Shard
+from lightning_memopt.sparsity.topology import Runs, exchange, random_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:SMET. warmup_steps")
 ROUTES = ["exchange", "reduce"]
@@ -54,8 +62,6 @@ def says(trainer: pl.Trainer) -> dict[str, Any]:
 
 def states_of(layer: Any) -> dict[str, Any]:
     """A layer's state as on one device, in which values of all ranks follow one another."""
-    from lightning_memopt.sparsity.shard import Shard
-
     state, shard = layer.slot.state, Shard.of(layer.slot.param)
     own = len(state["smet_cohort"])
     result = {}
@@ -119,6 +125,114 @@ def test_settings(two: Ranks, setting: str, route: str) -> None:
     """Both ways of summing over ranks, through everything that changes what an update sees."""
     smet, options = SETTINGS[setting]
     assert_equal(two, smet=smet, strategy={"route": route}, **options)
+
+
+def with_penalty(net: nn.Module, batch: list[Tensor]) -> Tensor:
+    """A sparse weight has a gradient beside that of its layer."""
+    return next_token_loss(net, batch) + net.bottleneck.weight.square().mean()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradient_of_autograd(two: Ranks, route: str) -> None:
+    """What FSDP2 averages joins what is summed here."""
+    make = partial(Module, net=Deep, loss=with_penalty)
+    assert_equal(two, make, smet={"growth": "gradient"}, strategy={"route": route}, gradient_clip_val=0.1)
+
+
+def test_what_is_shown(two: Ranks) -> None:
+    """Logs are those of one process, bytes those of the rank's rows."""
+    single, *results = assert_equal(two)
+    for result in results:
+        assert result["said"]["logged"].keys() == single["said"]["logged"].keys()
+        for name, value in single["said"]["logged"].items():
+            assert result["said"]["logged"][name] == pytest.approx(value, abs=1e-5), name
+        said = result["said"]
+        assert said["memory"]["moments"] == 8 * sum(said["own"].values())  # two of float32
+        assert said["memory"]["ages"] == sum(said["own"].values())
+    for part in ("weight", "moments", "ages"):
+        assert sum(result["said"]["memory"][part] for result in results) == single["said"]["memory"][part]
+    # Tiny layers round up to whole bytes and segments.
+    assert all(result["said"]["memory"]["mask"] < single["said"]["memory"]["mask"] for result in results)
+
+
+def fit_twice() -> list[dict[str, Tensor]]:
+    """Masks at the end of a fit, at the start and the end of another of the same module and callback."""
+    module, callback = Module(net=Deep), memopt.SMET(**OPTIONS)
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    seen = []
+
+    class Start(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            seen.append(callback.masks)
+
+    for _ in range(2):
+        made = memopt.ForgeFSDPStrategy if size > 1 else memopt.ForgeStrategy
+        trainer = pl.Trainer(strategy=made(rounding="nearest"), callbacks=[callback, Start()],
+                             **(QUIET | {"devices": size, "max_steps": 8}))  # fmt: skip
+        trainer.fit(module, data(size))
+        seen.append(callback.masks)
+    return seen[1:]
+
+
+def test_a_second_fit_keeps_the_topology(two: Ranks) -> None:
+    """As on one device."""
+    two(train, max_steps=1)  # joins the ranks
+    single, (sharded, _) = fit_twice(), two(fit_twice)
+    assert all(torch.equal(sharded[0][name], sharded[1][name]) for name in sharded[0])
+    for mine, other in zip(single, sharded, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def spoiled(net: nn.Module, batch: list[Tensor]) -> Tensor:
+    """An infinite gradient of the bottleneck in rank 0's share of a few batches."""
+    loss = next_token_loss(net, batch)
+    bad = bool((batch[0][0, 0] == 3) & (torch.distributed.get_rank() == 0))
+    return loss + (net.bottleneck.weight.sum() * (torch.inf if bad else 0.0)).nan_to_num(0.0)
+
+
+def test_non_finite_gradients_are_left_out_everywhere(two: Ranks) -> None:
+    """All ranks skip the same updates and go on with equal masks and ages."""
+    make = partial(Module, net=Deep, loss=spoiled)
+    results = sparse(partial(two, train, make, {"nonfinite": "skip"}))
+    assert furthest(*results) == 0
+    assert_same_topology(*(result["said"] for result in results))
+    skipped = results[0]["said"]["logged"]["skipped_updates"]
+    assert skipped > 0 and results[0]["states"]["net.bottleneck.weight"]["step"] == 20 - skipped
+    assert all(weight.isfinite().all() for weight in results[0]["weights"].values())
+
+
+def exchanges(run: int) -> dict[str, Tensor]:
+    """New masks of layers with many equal magnitudes and gradients; of this rank's rows, or of all."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    rank = torch.distributed.get_rank() if size > 1 else 0
+    group = torch.distributed.group.WORLD if size > 1 else None
+    results = {}
+    for rows, columns in ((3, 12), (17, 24), (64, 9)):
+        generator = torch.Generator().manual_seed(rows)
+        weight = torch.randint(-3, 4, (rows, columns), generator=generator).float()
+        grad = torch.randint(0, 3, (rows, columns), generator=generator).float()
+        per = -(-rows // size)
+        mine = slice(min(rank * per, rows), min((rank + 1) * per, rows))
+        shard = Shard(mine.start * columns, (mine.stop - mine.start) * columns, group, torch.device("cpu"))
+        runs = Runs("layer", rows * columns, run, shard)
+        keep = runs.count // 2
+        mask = random_mask(runs, keep, 5, shard.device)
+        results[f"start {rows}"] = unpack(mask, 0, shard.count)
+        for growth in (None, Largest(keep // 3, run)):
+            if growth is not None and shard.count:
+                growth.add(shard.first, grad[mine].reshape(-1), unpack(mask, 0, shard.count))
+            new = exchange(weight[mine], mask, runs, keep // 3, 5, 1, growth)
+            results[f"{rows} {growth is None}"] = unpack(new, 0, shard.count)
+    return results
+
+
+@pytest.mark.parametrize("run", [1, 3])
+def test_equal_magnitudes_go_by_their_place(four: Ranks, run: int) -> None:
+    """Ties are broken over all ranks as in one process."""
+    four(train, max_steps=1)  # joins the ranks
+    whole_masks, parts = exchanges(run), four(exchanges, run)
+    for name, mask in whole_masks.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), mask), name
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -244,3 +358,44 @@ def test_four_to_two(two: Ranks, four: Ranks, tmp_path: Path) -> None:
 def test_to_and_from_one_device(two: Ranks, before: int, after: int, tmp_path: Path) -> None:
     """A single file moves between `forge` and `forge_fsdp`."""
     assert_resumes({2: two}, tmp_path / "a.ckpt", partial(Module, net=Deep), before, after, "file")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_masks_of_a_checkpoint(two: Ranks, form: str, tmp_path: Path) -> None:
+    """A single file, or one that was made of a folder, says which weights are active."""
+    path = tmp_path / "a.ckpt"
+    said = run(2, {2: two}, partial(Module, net=Deep), FORMATS[form], save=path, **SEVEN)["said"]
+    if form == "folder":
+        consolidate = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(path)]
+        subprocess.run(consolidate, check=True, capture_output=True)
+        path = path.with_name("a.ckpt.consolidated")
+    masks = masks_of(torch.load(path, weights_only=True))
+    assert masks.keys() == said["masks"].keys()
+    assert all(torch.equal(mask, said["masks"][name]) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_dense_and_sparse_checkpoints(two: Ranks, form: str, tmp_path: Path) -> None:
+    """A dense run goes on with SMET; another density, and a run without SMET, are refused on all ranks."""
+    make, dense, kept = partial(Module, net=Deep), tmp_path / "dense.ckpt", tmp_path / "sparse.ckpt"
+    before = two(train, make, FORMATS[form], save=dense, **SEVEN)[0]
+    after = run(2, {2: two}, make, FORMATS[form], ckpt_path=dense, save=kept, **SEVEN)
+    for name, mask in after["said"]["masks"].items():
+        moments = after["said"]["states"][name]
+        assert torch.equal(moments["exp_avg"], before["states"][name]["exp_avg"][mask])
+    assert run(2, {2: two}, make, FORMATS[form], ckpt_path=dense, **THIRTEEN)["step"] == 13
+    for error in two.attempt(train, make, FORMATS[form], ckpt_path=kept, **THIRTEEN):
+        assert isinstance(error, memopt.UnsupportedError) and "Add the callback lightning_memopt.SMET" in str(error)
+    others = [memopt.SMET(**(OPTIONS | {"density": 0.4}))]
+    for error in two.attempt(train, make, FORMATS[form], ckpt_path=kept, callbacks=others, **THIRTEEN):
+        assert isinstance(error, memopt.UnsupportedError) and "Resume with the density" in str(error)
+
+
+def test_bf16_resumes_bitwise(two: Ranks, tmp_path: Path) -> None:
+    """Stochastic rounding and float32 moments."""
+    make = partial(Module, net=Deep, optimizer=partial(AdamW, lr=3e-3))
+    strategy = {"rounding": "stochastic", "state_dtype": "float32"}
+    options: dict[str, Any] = {"make": make, "strategy": strategy, "precision": "bf16-true"}
+    run(2, {2: two}, save=tmp_path / "a.ckpt", **options, **SEVEN)
+    resumed = run(2, {2: two}, ckpt_path=tmp_path / "a.ckpt", **options, **THIRTEEN)
+    assert furthest(resumed, run(2, {2: two}, **options, **THIRTEEN)) == 0
