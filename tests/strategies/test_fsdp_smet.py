@@ -34,15 +34,17 @@ OPTIONS: dict[str, Any] = {
 
 
 class Watched(memopt.SMET):
-    """Remembers masks after every step."""
+    """Remembers masks after each topology update and half-way between; gathering them takes longer than a step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.seen: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        step, before = args[0].global_step, self._step
         super().on_train_batch_end(*args, **kwargs)
-        self.seen.append(self.masks)
+        if step != before and step % 3 == 0:
+            self.seen.append(self.masks)
 
 
 def says(trainer: pl.Trainer) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def assert_equal(
     make = make or partial(Module, net=Deep)
     single = sparse(partial(train_forge, make), smet, **options)
     results = sparse(partial(ranks, train, make, strategy), smet, **options)
-    assert len(single["said"]["seen"]) == 20 * options.get("accumulate_grad_batches", 1)
+    assert len(single["said"]["seen"]) == 6
     steps = pairwise(single["said"]["seen"])
     assert sum(not torch.equal(before[name], after[name]) for before, after in steps for name in before) >= 3
     for result in results:
@@ -114,8 +116,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "gradient": ({"growth": "gradient", "density": 0.3, "lr_scaling": "linear"}, {}),
     "clip_accumulate": ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3, "batches": 75}),
-    "gradient_accumulate": ({"growth": "gradient"}, {"accumulate_grad_batches": 2, "batches": 50}),
-    "blocks": ({"block_size": 7, "include": ["up", "bottleneck"], "growth": "gradient"}, {"gradient_clip_val": 0.1}),
+    "gradient_blocks": (
+        {"growth": "gradient", "block_size": 7, "include": ["up", "bottleneck"]},
+        {"accumulate_grad_batches": 2, "batches": 50},
+    ),
 }
 
 
@@ -132,11 +136,10 @@ def with_penalty(net: nn.Module, batch: list[Tensor]) -> Tensor:
     return next_token_loss(net, batch) + net.bottleneck.weight.square().mean()
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_gradient_of_autograd(two: Ranks, route: str) -> None:
+def test_gradient_of_autograd(two: Ranks) -> None:
     """What FSDP2 averages joins what is summed here."""
     make = partial(Module, net=Deep, loss=with_penalty)
-    assert_equal(two, make, smet={"growth": "gradient"}, strategy={"route": route}, gradient_clip_val=0.1)
+    assert_equal(two, make, smet={"growth": "gradient"}, gradient_clip_val=0.1)
 
 
 def test_what_is_shown(two: Ranks) -> None:
@@ -226,17 +229,16 @@ def exchanges(run: int) -> dict[str, Tensor]:
     return results
 
 
-@pytest.mark.parametrize("run", [1, 3])
-def test_equal_magnitudes_go_by_their_place(four: Ranks, run: int) -> None:
+def test_equal_magnitudes_go_by_their_place(four: Ranks) -> None:
     """Ties are broken over all ranks as in one process."""
     four(train, max_steps=1)  # joins the ranks
-    whole_masks, parts = exchanges(run), four(exchanges, run)
-    for name, mask in whole_masks.items():
-        assert torch.equal(torch.cat([part[name] for part in parts]), mask), name
+    for length in (1, 3):
+        parts = four(exchanges, length)
+        for name, mask in exchanges(length).items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), mask), name
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize(("replicate", "route"), [(1, "reduce"), (2, "exchange")])
 def test_four_ranks(four: Ranks, route: str, replicate: int) -> None:
     """Rows 3, 7 and 17 over four ranks, with empty shards, and over two replicas of two."""
     strategy = {"route": route, "replicate": replicate}
@@ -245,9 +247,9 @@ def test_four_ranks(four: Ranks, route: str, replicate: int) -> None:
         assert [result["said"]["own"]["net.bottleneck.weight"] for result in results[1:]][-1] == 0
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("adamw", "sgd_maximize")])
-def test_every_rule(two: Ranks, optimizer: str) -> None:
-    """Every rule's state on shards."""
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop_momentum_centered", "adagrad", "nadam", "lion"])
+def test_rules(two: Ranks, optimizer: str) -> None:
+    """No moment, one, three, one that starts elsewhere than at zero, and more counts than steps."""
     assert_equal(two, partial(Module, net=Deep, optimizer=OPTIMIZERS[optimizer]))
 
 
@@ -258,8 +260,9 @@ EIGHT_BIT = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("optimizer", EIGHT_BIT)
+@pytest.mark.parametrize(
+    ("optimizer", "route"), [("adamw8bit", "exchange"), ("gefen", "reduce"), ("gefen_table", "exchange")]
+)
 def test_eight_bit_states(two: Ranks, optimizer: str, route: str) -> None:
     """Blocks lie inside rows, so they are those of one process.
 
@@ -329,18 +332,21 @@ def assert_resumes(
         assert (torch.cat(pairs) > 1e-3).float().mean() < 1e-3
         return
     assert furthest(resumed, uninterrupted) <= (0 if before == after else 1e-6)
-    assert_same_topology({**uninterrupted["said"], "seen": uninterrupted["said"]["seen"][7:]}, resumed["said"])
+    assert_same_topology({**uninterrupted["said"], "seen": uninterrupted["said"]["seen"][2:]}, resumed["said"])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "form"), [(2, 1, "folder"), (1, 2, "folder"), (2, 2, "folder"), (2, 1, "file")]
+)
 def test_reshard(one: Ranks, two: Ranks, before: int, after: int, form: str, tmp_path: Path) -> None:
     """Every state, to the last bit, on another number of ranks."""
     assert_resumes({1: one, 2: two}, tmp_path / "a.ckpt", partial(Module, net=Deep), before, after, form)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "gefen"])
-@pytest.mark.parametrize(("before", "after", "form"), [(2, 1, "folder"), (2, 0, "file"), (0, 2, "file")])
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after", "form"),
+    [("adamw8bit", 2, 1, "folder"), ("gefen", 1, 2, "folder"), ("gefen", 2, 0, "file"), ("adamw8bit", 0, 2, "file")],
+)
 def test_reshard_codes(
     one: Ranks, two: Ranks, optimizer: str, before: int, after: int, form: str, tmp_path: Path
 ) -> None:
