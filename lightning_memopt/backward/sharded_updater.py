@@ -193,7 +193,7 @@ class ShardedUpdater(Updater):
             slot.arrive((dy, x))
             self._arrived(slot, complete)
             return
-        bounded = dy.is_cuda or _product_below(dy, x, slot.rule.limit / ranks.size)
+        bounded = not self._takes_all_or_nothing(slot) or _product_below(dy, x, slot.rule.limit / ranks.size)
         answers = self.peers.announce(FACTORS, slot.number, len(dy), bounded)
         before, self._announced = self._announced, (slot, (dy, x), complete, answers)
         self._exchange(before)
@@ -287,7 +287,7 @@ class ShardedUpdater(Updater):
     def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         """Whether the gradient is finite in the rows of all ranks. GPUs are not asked: their kernels tell later."""
         assert isinstance(slot, ShardedSlot) and self.peers is not None
-        if slot.weight.is_cuda:
+        if not self._takes_all_or_nothing(slot):
             return True
         limit, dtype = slot.rule.limit, compute_dtype(slot.param)
         if factors:
@@ -297,6 +297,11 @@ class ShardedUpdater(Updater):
         if slot.sparse is not None and slot.sparse.stored is not None:
             sound = sound and bool((slot.sparse.stored.abs() < limit).all())
         return self.peers.announce(UPDATE, slot.number, flag=sound).wait()[1]
+
+    def _takes_all_or_nothing(self, slot: Slot) -> bool:
+        """Whether an update runs in plain torch, which on one device leaves it out as a whole."""
+        codes = slot.sparse is not None and not all(isinstance(moment, Dense) for moment in self.storage(slot))
+        return codes or not slot.weight.is_cuda
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if not update.weight.numel():  # this rank has no rows, but its state has the same entries as the others'

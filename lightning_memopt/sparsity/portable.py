@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardedAlong
 from torch.optim import Optimizer
 
@@ -77,8 +77,12 @@ def _spread(param: DTensor, state: State) -> State:
     return result
 
 
+def _placements(param: DTensor, dim: int) -> list[Placement]:
+    return [ShardedAlong(dim) if place.is_shard() else Replicate() for place in param.placements]
+
+
 def _dtensor(param: DTensor, own: Tensor, shape: tuple[int, ...], dim: int) -> DTensor:
-    placements = [ShardedAlong(dim) if place.is_shard() else Replicate() for place in param.placements]
+    placements = _placements(param, dim)
     stride = tuple(torch.Size(shape[i + 1 :]).numel() for i in range(len(shape)))
     return DTensor.from_local(
         own, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -90,9 +94,9 @@ def even_room(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTen
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(param, DTensor)
-    whole = _dtensor(param, torch.empty(0), shape, len(shape) - 1)
-    own, _ = compute_local_shape_and_global_offset(shape, param.device_mesh, whole.placements)
-    return _dtensor(param, torch.empty(own, dtype=dtype, device=local(param).device), shape, len(shape) - 1)
+    last = len(shape) - 1
+    own, _ = compute_local_shape_and_global_offset(shape, param.device_mesh, _placements(param, last))
+    return _dtensor(param, torch.empty(own, dtype=dtype, device=local(param).device), shape, last)
 
 
 def from_even(param: Tensor, saved: Mapping[str, Any]) -> State:

@@ -109,6 +109,7 @@ def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, density: fl
     """
     total = param.numel()
     if MASK in saved:
+        _check_form(param, storage, saved)
         state = {key: _copy(value, param.device) for key, value in saved.items()}
         state[MASK] = flat_bits(state[MASK], param.shape[1])
         return state | {INDEX: make_index(state[MASK], total)}
@@ -129,6 +130,18 @@ def restore(param: Tensor, storage: Sequence[Storage], bits: Tensor, density: fl
     state |= {key: _copy(value, param.device) for key, value in saved.items() if key not in names}
     state[STEPS] = int(saved.get("step", 0))
     return state
+
+
+def _check_form(param: Tensor, storage: Sequence[Storage], saved: Mapping[str, Any]) -> None:
+    for moment in storage:
+        blocks = moment.per_block()
+        codes = not isinstance(moment, Dense) and moment.name not in blocks
+        wrong = moment.name in saved and (saved[moment.name].dtype == torch.uint8) != codes
+        if wrong or any(key in saved and len(saved[key]) != len(param) for key in blocks):
+            raise UnsupportedError(
+                f"SMET: the saved {moment.name} of a weight of shape {tuple(param.shape)} has another form than its "
+                "optimizer keeps. Resume with the optimizer and the version that saved it."
+            )
 
 
 def _copy(value: Any, device: torch.device) -> Any:

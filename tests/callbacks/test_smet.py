@@ -554,3 +554,14 @@ def test_accumulated_gradients_are_those_of_active_weights(clip: float | None, g
           data=vectors(8, 60, 16), gradient_clip_val=clip, accumulate_grad_batches=3)  # fmt: skip
     assert oracle.events >= 2 and max(oracle.worst, oracle.worst_dense) <= 1e-14
     assert seen and all(size == (96 if collecting else 24) for size, collecting in seen)
+
+
+def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    """Whole moments of active weights are no codes, and the other way round."""
+    adamw, coded = partial(AdamW, lr=1e-3), partial(memopt.AdamW8bit, lr=1e-3)
+    net = partial(nn.Sequential, nn.Linear(64, 192), nn.Tanh(), nn.Linear(192, 2))
+    for first, second in ((adamw, coded), (coded, adamw)):
+        run = fit(Module(net, first, square_loss), "forge", vectors(64), max_steps=3, callbacks=[smet()])
+        run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+        with pytest.raises(memopt.UnsupportedError, match="has another form"):
+            fit(Module(net, second, square_loss), "forge", vectors(64), tmp_path / "a.ckpt", callbacks=[smet()])
