@@ -83,6 +83,11 @@ class ShardedSlot(Slot):
         return local(self.param.detach())
 
     @property
+    def address(self) -> int:
+        """Where this rank's rows begin in memory."""
+        return self.weight.data_ptr()
+
+    @property
     def update_state(self) -> MutableMapping[str, Any]:
         """This rank's rows of the state."""
         return LocalState(self.state)

@@ -15,9 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.embedding import embedding_gradient
+from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, slabs
 from lightning_memopt.rules import Rule
+from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.updater import Updater
@@ -44,7 +46,8 @@ class Slot:
         mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
         offset: Index of `weight`'s first element in the whole parameter.
         sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
-        scalars, key, row, row_key, nonfinite: See `lightning_memopt.kernels.Update`.
+        storage: How the moments lie in the state of a weight of that dtype, once asked for (`Updater.storage`).
+        scalars, key, row, row_key, nonfinite, memory: See `lightning_memopt.kernels.Update`.
     """
 
     updater: Updater
@@ -72,6 +75,8 @@ class Slot:
     nonfinite: Tensor | None = None
     mean: float = 1.0
     offset: int = 0
+    storage: tuple[torch.dtype, tuple[Storage, ...]] | None = None
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -82,6 +87,11 @@ class Slot:
     def weight(self) -> Tensor:
         """What an update writes."""
         return self.param.detach()
+
+    @property
+    def address(self) -> int:
+        """Where the weight begins in memory."""
+        return self.param.data_ptr()
 
     @property
     def update_state(self) -> MutableMapping[str, Any]:
@@ -100,10 +110,9 @@ class Slot:
     @property
     def pending(self) -> bool:
         """Whether any part of a gradient waits."""
-        parts = (self.buffer, self.grad, self.param.grad)
-        if self.sparse is not None and self.sparse.buffer is not None:
+        if self.factors or self.lookups or self.buffer is not None or self.grad is not None:
             return True
-        return bool(self.factors or self.lookups) or any(part is not None for part in parts)
+        return self.param.grad is not None or (self.sparse is not None and self.sparse.buffer is not None)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A slot belongs to a run: a pickled parameter leaves it behind."""
@@ -141,8 +150,9 @@ class Slot:
 
     def only_lookup(self) -> Lookup | None:
         """All look-ups as one, if they are the whole gradient; they stay queued."""
-        whole = not self.factors and self.sparse is None and all(p is None for p in (self.buffer, self.grad))
-        if not whole or len({padding for *_, padding in self.lookups}) != 1:
+        if not self.lookups or self.factors or self.sparse is not None:
+            return None
+        if self.buffer is not None or self.grad is not None or len({padding for *_, padding in self.lookups}) != 1:
             return None
         dy, indices, padding = self.lookups[0]
         if len(self.lookups) > 1:

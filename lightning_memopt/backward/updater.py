@@ -21,7 +21,7 @@ Everything else (a pass outside all of these, ``autograd.grad``, another optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -31,23 +31,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from lightning_memopt.backward import embedding
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
-from lightning_memopt.backward.linear import SLOT, install, remove
+from lightning_memopt.backward.keeper import SlotKeeper
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
-from lightning_memopt.compat import refusal
-from lightning_memopt.errors import UnsupportedError, UpdateError
+from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_embedding, apply_factors, apply_gradient
 from lightning_memopt.kernels.active import Ages
 from lightning_memopt.rules import Rule, rule_for
-from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.layer import SparseLayer
-from lightning_memopt.sparsity.state import MASK
 
 
-class Updater:
+class Updater(SlotKeeper):
     """Applies optimizer rules inside backward, for all optimizers of a run.
 
     Args:
@@ -58,8 +54,6 @@ class Updater:
         seed: Seed of stochastic rounding.
 
     Attributes:
-        slots: What is known of each parameter.
-        sparsity: Says of a new slot whether, and how, its weight is sparse.
         in_backward: A backward pass of the strategy is running.
         queueing: It is of an earlier micro-batch, whose factors outlive it.
         norms: Gradient norms of the last step that clipped by norm.
@@ -74,10 +68,9 @@ class Updater:
         seed: int,
     ) -> None:
         self.rounding, self.kernel = rounding, kernel
-        self.state_dtype, self.seed = state_dtype, seed
+        super().__init__(state_dtype)
+        self.seed = seed
         self.reports = NonFiniteReports(nonfinite)
-        self.slots: dict[nn.Parameter, Slot] = {}
-        self.sparsity: Callable[[Slot], SparseLayer | None] = self.dense
         self.in_backward = False
         self.norms: Norms | None = None
         self._stepping: Optimizer | None = None
@@ -88,140 +81,27 @@ class Updater:
         self._broken = False
         self._task: int | None = None
         self._reentrant: bool | None = None  # not known before the first pass
-        self._names: dict[nn.Parameter, str] = {}
-        self._modules: list[nn.Module] = []
         self._scalars: dict[torch.device, StepScalars] = {}
         self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
+        self._addresses: list[int] = []
         self._written: set[int] = set()
 
-    # ---------------------------------------------------------------- set-up
-
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Check every parameter group, fill the optimizers' states and hook module and parameters.
-
-        Raises:
-            UnsupportedError: An optimizer, an option or a parameter that cannot be updated exactly.
-        """
+        """As `SlotKeeper.attach`, for a run that begins."""
         self._broken, self._reentrant = False, None
-        self._names = {param: name for name, param in module.named_parameters()}
-        for optimizer in optimizers:
-            self._adopt(optimizer)
-        self._modules = install(module) + embedding.install(module)
+        super().attach(module, optimizers)
         self._note_storages()
 
     def detach(self) -> None:
-        """Undo `attach`; weights and optimizer states stay."""
-        remove(self._modules)
-        for slot in self.slots.values():
-            if slot.handle is not None:
-                slot.handle.remove()
-            if getattr(slot.leaf, SLOT, None) is slot:
-                delattr(slot.leaf, SLOT)
-        self.slots.clear()
+        """As `SlotKeeper.detach`; flags that have not arrived are forgotten."""
+        super().detach()
         self.reports.clear()
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Take in the optimizer's trainable parameters, also those added or unfrozen since the last step."""
-        rule = rule_for(optimizer)
-        for group in optimizer.param_groups:
-            rule.check(group)
-            for param in group["params"]:
-                slot = self.slots.get(param)
-                if slot is None:
-                    if param.requires_grad:
-                        self._add(param, optimizer, group, rule)
-                elif slot.optimizer is not optimizer:
-                    raise UnsupportedError(
-                        f"{slot.name} belongs to two optimizers; give each parameter to one of them only."
-                    )
-                else:
-                    slot.group = group  # load_state_dict replaces the group dictionaries
-                    if slot.tile != rule.tile(group):  # a schedule switched a moment on
-                        self._fill_state(slot)
-
-    def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
-        name = self._names.get(param, f"parameter of shape {tuple(param.shape)} (not in the module)")
-        if param.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-            raise UnsupportedError(
-                f"{name} is {str(param.dtype).removeprefix('torch.')}; fused updates need float32, bfloat16 or float64 "
-                "weights. Use precision='bf16-true', 'bf16-mixed', '32-true' or '64-true'."
-            )
-        slot = self._new_slot(name, param, optimizer, group, rule)
-        slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))
-        self.slots[param] = slot
-        setattr(slot.leaf, SLOT, slot)
-        slot.sparse = self.sparsity(slot)
-        self._fill_state(slot)
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
     ) -> Slot:
         return Slot(self, name, param, optimizer, group, rule, get_gradient_edge(param).node)
-
-    def _fill_state(self, slot: Slot) -> None:
-        """Create the state entries that are missing, as torch would before the first step."""
-        slot.tile = slot.rule.tile(slot.group)
-        state, storage = slot.state, self.storage(slot)
-        if slot.sparse is not None:
-            slot.sparse.fill(state, storage)
-        for moment in storage:
-            if isinstance(moment, Dense) and state.get(moment.name) is not None:
-                state[moment.name] = state[moment.name].to(moment.dtype)
-        wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
-        if any(state.get(key) is None for key in wanted):
-            sparse, rule = slot.sparse, slot.rule
-            fresh = rule.init_state(slot.param, slot.group, storage) if sparse is None else sparse.fresh(storage)
-            state.update({key: value for key, value in fresh.items() if state.get(key) is None})
-
-    def loadable(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`saved` without the states of sparse weights, which an optimizer cannot load; `restore` brings them."""
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        slots = (self.slots.get(param) for param in params)
-        sparse = {i for i, slot in zip(ids, slots, strict=False) if slot is not None and slot.sparse is not None}
-        return {**saved, "state": {i: entry for i, entry in saved["state"].items() if i not in sparse}}
-
-    def restore(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Complete what ``optimizer.load_state_dict(saved)`` left.
-
-        torch casts every moment to the weight's dtype, so moments kept in another precision are taken from `saved`
-        again, and parameters that `saved` knows nothing of get a fresh state.
-        """
-        self._adopt(optimizer)
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for i, param in zip(ids, params, strict=True):
-            slot = self.slots.get(param)
-            if slot is None:
-                continue
-            entry = saved["state"].get(i, {})
-            if slot.sparse is not None:
-                slot.sparse.restore(slot.state, self.storage(slot), entry)
-                self._fill_state(slot)
-                continue
-            if MASK in entry:
-                raise refusal("a checkpoint of SMET without SMET", slot.name)
-            for storage in self.storage(slot):
-                value = entry.get(storage.name)
-                if isinstance(storage, Dense) and value is not None:
-                    slot.state[storage.name] = value.to(device=param.device, dtype=storage.dtype)
-            slot.state.update({key: entry[key].float().cpu() for key in slot.rule.counts if key in entry})
-            self._fill_state(slot)
-
-    @staticmethod
-    def dense(slot: Slot) -> SparseLayer | None:
-        """The default of `sparsity`."""
-        return None
-
-    def storage(self, slot: Slot) -> tuple[Storage, ...]:
-        """How each moment of the slot's parameter lies in its state."""
-        param, group = slot.param, slot.group
-        wide = self.state_dtype == "float32" and param.dtype == torch.bfloat16
-        dtype = torch.float32 if wide else param.dtype
-        if slot.sparse is not None:
-            return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
-        return slot.rule.storage(param, group, dtype)
 
     # ---------------------------------------------------------------- a step
 
@@ -278,7 +158,10 @@ class Updater:
         return x.untyped_storage().data_ptr() in self._written
 
     def _note_storages(self) -> None:
-        self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}
+        addresses = [slot.address for slot in self.slots.values()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}
 
     def forget_uses(self) -> None:
         """Start counting the uses of weights anew: the step's own forward pass comes next."""
@@ -475,6 +358,7 @@ class Updater:
             row=slot.row,
             row_key=slot.row_key,
             nonfinite=slot.nonfinite,
+            memory=slot.memory,
             active=None if slot.sparse is None else slot.sparse.update(self._ages(slot.sparse)),
         )
 
@@ -491,9 +375,9 @@ class Updater:
 
     def _settle(self, slot: Slot, finite: bool) -> None:
         """Count an update, or report that it was left out."""
-        if slot.weight.is_cuda:
+        if slot.param.is_cuda:
             # Kernels write behind torch's back: let autograd see that tensors it saved have changed.
-            torch.autograd.graph.increment_version(slot.weight)
+            torch.autograd.graph.increment_version(slot.param)
         if finite:
             slot.rule.advance(slot.group, slot.state)
             if slot.sparse is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import reference, sparse
+from lightning_memopt.kernels.memory import factors_key, gradient_key
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, finite, slabs
 from lightning_memopt.kernels.update import Update
 
@@ -36,6 +37,10 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
     """
     if update.active is not None:
         return sparse.apply(update, (), grad, kernel)
+    if update.memory is not None:
+        repeat = update.memory.recall(update, gradient_key(grad, kernel))
+        if repeat is not None and repeat(grad):
+            return True
     if learns(update):
         finite, step = True, max(1, LEARN_ELEMENTS // max(1, grad[:1].numel()))
         for start in range(0, len(grad), step):
@@ -45,7 +50,7 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
     if _in_triton(update, kernel):
         from lightning_memopt.kernels import gpu
 
-        gpu.apply_gradient(update, grad)
+        gpu.apply_gradient(update, grad, kernel)
         return True
     return reference.apply_gradient(update, grad)
 
@@ -94,6 +99,11 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
     """
     if update.active is not None:
         return sparse.apply(update, factors, grad, kernel)
+    if update.memory is not None and grad is None and len(factors) == 1:
+        dy, x = factors[0]
+        repeat = update.memory.recall(update, factors_key(dy, x, kernel))
+        if repeat is not None and repeat(dy, x):
+            return True
     if _in_triton(update, kernel) and not learns(update):
         from lightning_memopt.kernels import gpu
 

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_memopt.kernels import blocks
+from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage_8bit import rows_of
 
@@ -14,7 +15,7 @@ from lightning_memopt.rules.storage_8bit import rows_of
 WEIGHTS = 2048
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["row", "key", "nonfinite", "offset"])
 def flat_update(
     grad, w, values, scales, row, key, nonfinite, total, columns, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -49,25 +50,20 @@ def apply_gradient(update: Update, grad: Tensor) -> None:
 
     Tensors that are not contiguous are copied. Non-finite elements are left out and set ``update.nonfinite``.
     """
+    if update.weight.numel():
+        given = blocks.arguments(update)
+        call(update, grad, given).run()
+        given.write_back()
+
+
+def call(update: Update, grad: Tensor, given: blocks.Arguments) -> Call:
+    """The launch of one step, with the arguments that `blocks` gives; its operand is the gradient."""
     rows, columns = rows_of(update.weight)
     total = rows * columns
-    if not total:
-        return
     width = blocks.width(update)
     runs = WEIGHTS // width
     ragged = blocks.in_blocks(update) and columns % width != 0
     count = rows * triton.cdiv(columns, width) if ragged else triton.cdiv(total, width)
-    call = blocks.arguments(update)
-    flat_update[(triton.cdiv(count, runs),)](
-        grad.contiguous(),
-        *call.tensors,
-        total,
-        columns,
-        call.offset,
-        **call.constants,
-        RAGGED=ragged,
-        RUNS=runs,
-        WIDTH=width,
-        num_warps=4,
-    )
-    call.write_back()
+    arguments = (grad.contiguous(), *given.tensors, total, columns, given.offset)
+    constants = given.constants | {"RAGGED": ragged, "RUNS": runs, "WIDTH": width, "num_warps": 4}
+    return Call(flat_update, triton.cdiv(count, runs), arguments, constants, operands=1)

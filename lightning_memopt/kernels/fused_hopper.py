@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lightning_memopt.kernels import blocks, codes
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
 from lightning_memopt.kernels.hopper_update import CHUNK, TILE_COLUMNS, TILE_ROWS
+from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Storage
 
@@ -102,17 +103,22 @@ def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 def apply_factors(update: Update, dy: Tensor, x: Tensor, config: Config) -> Any:
     """Take one step on dW = dYᵀ x; `supports` says for what. Returns the compiled kernel."""
+    return call(update, dy, x, config).run()
+
+
+def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
+    """The launch of one step on dW = dYᵀ x; its operands are dY and x."""
     rows, columns = update.weight.shape
     chunk = (CHUNK, CHUNK)
-    call = blocks.arguments(update)
-    _, _, shares, row, key, nonfinite = call.tensors
+    given = blocks.arguments(update)
+    _, _, shares, row, key, nonfinite = given.tensors
     descriptors = [_descriptor(update.state[storage.name], chunk) for storage in streamed(update)]
     scales = [
         share if codes.kind(storage) >= codes.SIGNED else None
         for storage, share in zip(update.storage, shares, strict=True)
     ]
     tile_count = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    return weight_gradient_update[(min(tile_count, _multiprocessors(dy.device)),)](
+    arguments = (
         _descriptor(dy, (TOKENS, TILE_ROWS)),
         _descriptor(x, (TOKENS, TILE_COLUMNS)),
         _descriptor(update.weight, chunk),
@@ -126,13 +132,17 @@ def apply_factors(update: Update, dy: Tensor, x: Tensor, config: Config) -> Any:
         rows,
         columns,
         len(x),
-        call.offset,
+        given.offset,
         config.group,
-        **call.constants,
-        WIDTH=blocks.width(update),
-        STAGES=config.stages,
-        SLOTS=config.slots,
-        LAG=config.lag,
-        BYTES=CHUNK * CHUNK * bytes_per_weight(update),
-        num_warps=4,
     )
+    constants = given.constants | {
+        "WIDTH": blocks.width(update),
+        "STAGES": config.stages,
+        "SLOTS": config.slots,
+        "LAG": config.lag,
+        "BYTES": CHUNK * CHUNK * bytes_per_weight(update),
+        "num_warps": 4,
+    }
+    programs = min(tile_count, _multiprocessors(dy.device))
+    place = weight_gradient_update.arg_names.index("tokens")
+    return Call(weight_gradient_update, programs, arguments, constants, operands=2, tokens=place)

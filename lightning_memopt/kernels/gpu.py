@@ -8,12 +8,14 @@ moves, and a CUDA graph can capture it. A non-finite gradient element leaves its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, tuning
-from lightning_memopt.kernels.slabs import Factors, join, slabs
+from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, launch, tuning
+from lightning_memopt.kernels.memory import Repeat, factors_key, gradient_key
+from lightning_memopt.kernels.slabs import Factors, join, matmul, slabs
 from lightning_memopt.kernels.update import Update
 
 
@@ -22,9 +24,15 @@ def supports(update: Update) -> bool:
     return update.weight.is_cuda and update.row is not None and blocks.supports(update)
 
 
-def apply_gradient(update: Update, grad: Tensor) -> None:
+def apply_gradient(update: Update, grad: Tensor, kernel: str) -> None:
     """Take one step on a stored gradient of the weight's shape."""
-    flat.apply_gradient(update, grad)
+    memory = update.memory
+    if memory is None or not grad.is_contiguous() or not grad.numel() or torch.cuda.is_current_stream_capturing():
+        flat.apply_gradient(update, grad)
+        return
+    repeat = _flat(update, grad)
+    if repeat is not None:
+        memory.keep(gradient_key(grad, kernel), repeat)
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> None:
@@ -42,7 +50,8 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         else:
             two_pass(update, factors, grad)
         return
-    dy, x = for_tma(*join(factors))
+    given = join(factors)
+    dy, x = for_tma(*given)
     hopper = fused_hopper.available(update.weight.device) and fused_hopper.supports(update, dy, x)
     route: tuning.Route
     if not hopper:
@@ -51,7 +60,55 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         route = tuning.TWO_PASS
     else:
         route = tuning.choose(update, dy, x, fused=kernel == "fused")
-    run(route, update, dy, x)
+    memory = update.memory
+    # What is launched in a capture may not be what is best: nothing is measured there.
+    if memory is None or dy is not given[0] or x is not given[1] or torch.cuda.is_current_stream_capturing():
+        run(route, update, dy, x)
+        return
+    # Another number of tokens often takes the same route.
+    key = route, dy.dtype
+    repeat = memory.recall(update, key)
+    if repeat is None or not repeat(dy, x):
+        repeat = _route(route, update, dy, x)
+    if repeat is not None:
+        memory.keep(key, repeat)
+        memory.keep(factors_key(dy, x, kernel), repeat)
+
+
+def _flat(update: Update, grad: Tensor) -> Repeat | None:
+    """Take one step on a contiguous gradient; returns what repeats it on another one."""
+    given = blocks.arguments(update)
+    call = flat.call(update, grad, given)
+    compiled = call.run()
+    given.write_back()
+    return None if given.copies else launch.prepare(call, compiled)
+
+
+def _route(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> Repeat | None:
+    """Take one step by the given route; returns what repeats it on other factors of the same dtype."""
+    repeat: Repeat | None
+    if isinstance(route, fused_hopper.Config):
+        call = fused_hopper.call(update, dy, x, route)
+        repeat = launch.prepare(call, call.run())
+    elif route == tuning.TWO_PASS and update.weight.numel() <= tuning.SLAB_ELEMENTS:
+        repeat = _flat(update, _product(dy, x))
+        repeat = None if repeat is None else partial(_two_passes, repeat)
+    else:
+        run(route, update, dy, x)
+        repeat = None
+    return None if repeat is None else partial(_if_readable, repeat)
+
+
+def _product(dy: Tensor, x: Tensor) -> Tensor:
+    return matmul(dy.t(), x, torch.float32)
+
+
+def _two_passes(flat: Repeat, dy: Tensor, x: Tensor) -> bool:
+    return flat(_product(dy, x))
+
+
+def _if_readable(repeat: Repeat, dy: Tensor, x: Tensor) -> bool:
+    return fused_hopper.readable(dy) and fused_hopper.readable(x) and repeat(dy, x)
 
 
 def run(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> None:

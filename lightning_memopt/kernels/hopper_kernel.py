@@ -204,7 +204,7 @@ def _consume(
         parity ^= 1
 
 
-@gluon.jit(do_not_specialize=["rows", "columns", "tokens", "offset", "group"])
+@gluon.jit(do_not_specialize=["row_ptr", "key_ptr", "nonfinite_ptr", "rows", "columns", "tokens", "offset", "group"])
 def weight_gradient_update(
     dy, x, w, m0, m1, m2, scale0, scale1, scale2, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,

@@ -117,7 +117,7 @@ def copy(update: Update) -> Update:
         key: value.clone() if isinstance(value, Tensor) and value.is_cuda else value
         for key, value in update.state.items()
     }
-    return replace(update, weight=update.weight.clone(), state=state, nonfinite=update.nonfinite.clone())
+    return replace(update, weight=update.weight.clone(), state=state, nonfinite=update.nonfinite.clone(), memory=None)
 
 
 def interleaved(calls: list[Callable[[], object]], rounds: int, repeats: int) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_memopt.kernels.active import Active, Entries
+from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.rules.base import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -38,6 +39,7 @@ class Update:
         offset: Index of the weight's first element in the full parameter (not 0 on a shard).
         nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
         active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
+        memory: Where kernels keep what they need not find out again, or None. Not for parts of the weight.
         entries: Set where `weight` holds the gathered active elements of a sparse one, [1, count].
     """
 
@@ -57,6 +59,7 @@ class Update:
     nonfinite: Tensor | None = None
     active: Active | None = None
     entries: Entries | None = None
+    memory: Memory | None = None
 
     def rows(self, start: int, stop: int) -> Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""
@@ -64,4 +67,4 @@ class Update:
             return self
         state = {key: value for storage in self.storage for key, value in storage.rows(self.state, start, stop).items()}
         offset = self.offset + start * self.weight[0].numel()
-        return replace(self, weight=self.weight[start:stop], state=state, offset=offset)
+        return replace(self, weight=self.weight[start:stop], state=state, offset=offset, memory=None)

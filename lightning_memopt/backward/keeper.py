@@ -1,0 +1,220 @@
+"""Which parameters a run updates, and what their optimizers keep of them: slots, and the states behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memopt.backward import embedding
+from lightning_memopt.backward.linear import SLOT, install, remove
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.compat import refusal
+from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.rules import Rule, rule_for
+from lightning_memopt.rules.storage import Dense, Storage
+from lightning_memopt.sparsity.layer import SparseLayer
+from lightning_memopt.sparsity.state import MASK
+
+# Options that decide neither which moments there are nor how they are stored.
+_FREE_OPTIONS = ("params", "lr")
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownGroup:
+    """A parameter group as it was when its parameters were taken in: going through them all again takes a while."""
+
+    group: dict[str, Any]
+    options: dict[str, Any]
+    ids: list[int]
+    frozen: list[nn.Parameter]
+
+    @classmethod
+    def of(cls, group: dict[str, Any], frozen: list[nn.Parameter]) -> _KnownGroup:
+        return cls(group, _options(group), list(map(id, group["params"])), frozen)
+
+    def is_still(self, group: dict[str, Any]) -> bool:
+        """Whether there is nothing new: no other options or parameters, and none that was unfrozen."""
+        return (
+            group is self.group
+            and list(map(id, group["params"])) == self.ids
+            and _options(group) == self.options
+            and not any(param.requires_grad for param in self.frozen)
+        )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _FREE_OPTIONS}
+
+
+class SlotKeeper:
+    """The part of an `Updater` that knows parameters and states.
+
+    Args:
+        state_dtype: Precision of the moments of bf16 weights: that of the weight (torch's own), or float32.
+
+    Attributes:
+        slots: What is known of each parameter.
+        sparsity: Says of a new slot whether, and how, its weight is sparse.
+    """
+
+    def __init__(self, state_dtype: Literal["param", "float32"]) -> None:
+        self.state_dtype = state_dtype
+        self.slots: dict[nn.Parameter, Slot] = {}
+        self.sparsity: Callable[[Slot], SparseLayer | None] = self.dense
+        self._known: dict[Optimizer, list[_KnownGroup]] = {}
+        self._names: dict[nn.Parameter, str] = {}
+        self._modules: list[nn.Module] = []
+
+    def _ready(self, slot: Slot) -> None:
+        """The engine ran the parameter's AccumulateGrad node."""
+        raise NotImplementedError
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Check every parameter group, fill the optimizers' states and hook module and parameters.
+
+        Raises:
+            UnsupportedError: An optimizer, an option or a parameter that cannot be updated exactly.
+        """
+        self._names = {param: name for name, param in module.named_parameters()}
+        for optimizer in optimizers:
+            self._adopt(optimizer)
+        self._modules = install(module) + embedding.install(module)
+
+    def detach(self) -> None:
+        """Undo `attach`; weights and optimizer states stay."""
+        remove(self._modules)
+        for slot in self.slots.values():
+            if slot.handle is not None:
+                slot.handle.remove()
+            if getattr(slot.leaf, SLOT, None) is slot:
+                delattr(slot.leaf, SLOT)
+        self.slots.clear()
+        self._known.clear()
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Take in the optimizer's trainable parameters, also those added or unfrozen since the last step."""
+        rule = rule_for(optimizer)
+        known = self._known.pop(optimizer, [])
+        groups = []
+        for i, group in enumerate(optimizer.param_groups):
+            rule.check(group)
+            if i >= len(known) or not known[i].is_still(group):
+                self._adopt_group(optimizer, group, rule)
+                groups.append(_KnownGroup.of(group, [p for p in group["params"] if p not in self.slots]))
+            else:
+                groups.append(known[i])
+        self._known[optimizer] = groups
+
+    def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
+        tile = rule.tile(group)
+        for param in group["params"]:
+            slot = self.slots.get(param)
+            if slot is None:
+                if param.requires_grad:
+                    self._add(param, optimizer, group, rule)
+            elif slot.optimizer is not optimizer:
+                raise UnsupportedError(
+                    f"{slot.name} belongs to two optimizers; give each parameter to one of them only."
+                )
+            else:
+                slot.group = group  # load_state_dict replaces the group dictionaries
+                slot.storage = None
+                if slot.tile != tile:  # a schedule switched a moment on
+                    self._fill_state(slot)
+
+    def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
+        name = self._names.get(param, f"parameter of shape {tuple(param.shape)} (not in the module)")
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise UnsupportedError(
+                f"{name} is {str(param.dtype).removeprefix('torch.')}; fused updates need float32, bfloat16 or float64 "
+                "weights. Use precision='bf16-true', 'bf16-mixed', '32-true' or '64-true'."
+            )
+        slot = self._new_slot(name, param, optimizer, group, rule)
+        slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))
+        self.slots[param] = slot
+        setattr(slot.leaf, SLOT, slot)
+        slot.sparse = self.sparsity(slot)
+        self._fill_state(slot)
+
+    def _new_slot(
+        self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
+    ) -> Slot:
+        raise NotImplementedError
+
+    def _fill_state(self, slot: Slot) -> None:
+        """Create the state entries that are missing, as torch would before the first step."""
+        slot.tile = slot.rule.tile(slot.group)
+        state, storage = slot.state, self.storage(slot)
+        if slot.sparse is not None:
+            slot.sparse.fill(state, storage)
+        for moment in storage:
+            if isinstance(moment, Dense) and state.get(moment.name) is not None:
+                state[moment.name] = state[moment.name].to(moment.dtype)
+        wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
+        if any(state.get(key) is None for key in wanted):
+            sparse, rule = slot.sparse, slot.rule
+            fresh = rule.init_state(slot.param, slot.group, storage) if sparse is None else sparse.fresh(storage)
+            state.update({key: value for key, value in fresh.items() if state.get(key) is None})
+
+    def loadable(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`saved` without the states of sparse weights, which an optimizer cannot load; `restore` brings them."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        slots = (self.slots.get(param) for param in params)
+        sparse = {i for i, slot in zip(ids, slots, strict=False) if slot is not None and slot.sparse is not None}
+        return {**saved, "state": {i: entry for i, entry in saved["state"].items() if i not in sparse}}
+
+    def restore(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        """Complete what ``optimizer.load_state_dict(saved)`` left.
+
+        torch casts every moment to the weight's dtype, so moments kept in another precision are taken from `saved`
+        again, and parameters that `saved` knows nothing of get a fresh state.
+        """
+        self._adopt(optimizer)
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            slot = self.slots.get(param)
+            if slot is None:
+                continue
+            entry = saved["state"].get(i, {})
+            if slot.sparse is not None:
+                slot.sparse.restore(slot.state, self.storage(slot), entry)
+                self._fill_state(slot)
+                continue
+            if MASK in entry:
+                raise refusal("a checkpoint of SMET without SMET", slot.name)
+            for storage in self.storage(slot):
+                value = entry.get(storage.name)
+                if isinstance(storage, Dense) and value is not None:
+                    slot.state[storage.name] = value.to(device=param.device, dtype=storage.dtype)
+            slot.state.update({key: entry[key].float().cpu() for key in slot.rule.counts if key in entry})
+            self._fill_state(slot)
+
+    @staticmethod
+    def dense(slot: Slot) -> SparseLayer | None:
+        """The default of `sparsity`."""
+        return None
+
+    def storage(self, slot: Slot) -> tuple[Storage, ...]:
+        """How each moment of the slot's parameter lies in its state."""
+        known = slot.storage
+        if known is not None and known[0] == slot.param.dtype:
+            return known[1]
+        storage = self._storage(slot)
+        if slot.sparse is None:  # else it follows the density
+            slot.storage = slot.param.dtype, storage
+        return storage
+
+    def _storage(self, slot: Slot) -> tuple[Storage, ...]:
+        param, group = slot.param, slot.group
+        wide = self.state_dtype == "float32" and param.dtype == torch.bfloat16
+        dtype = torch.float32 if wide else param.dtype
+        if slot.sparse is not None:
+            return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
+        return slot.rule.storage(param, group, dtype)

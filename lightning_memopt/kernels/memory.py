@@ -1,0 +1,85 @@
+"""What the kernels remember of a parameter from step to step, so that a step like the last need not be decided again.
+
+Which kernel takes an update, in which configuration, and most of a launch's arguments follow from where weight and
+state lie in memory and what they are. `facts` gathers these; while they stay as they were, `Memory.recall` finds the
+launch that an equal gradient took before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_memopt.kernels.update import Update
+
+# A launch on other operands; False, with nothing done, if these need the ordinary way.
+Repeat = Callable[..., bool]
+# Kinds of gradients that are remembered: token counts, mostly.
+CAPACITY = 64
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """The launches of one parameter's updates."""
+
+    _facts: tuple[Any, ...] = ()
+    _held: tuple[Any, ...] = ()
+    _launches: dict[Hashable, Repeat] = field(default_factory=dict)
+
+    def recall(self, update: Update, key: Hashable) -> Repeat | None:
+        """The launch kept under `key`, if nothing that it depends on has changed since; else all are forgotten."""
+        known, held = facts(update)
+        if known != self._facts:
+            self._facts, self._held = known, held
+            self._launches.clear()
+            return None
+        return self._launches.get(key)
+
+    def keep(self, key: Hashable, launch: Repeat) -> None:
+        """Remember a launch of the update that was last asked for."""
+        if len(self._launches) >= CAPACITY:
+            self._launches.clear()
+        self._launches[key] = launch
+
+
+def facts(update: Update) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """All that decides how an update is launched, besides its gradient; and objects that must outlive their ids."""
+    weight, state, held = update.weight, update.state, []
+    known = [
+        update.storage,
+        update.tile,
+        update.rounding,
+        update.offset,
+        update.active is None,
+        update.scalars.get("l2") == 0.0,
+        len(state),  # what a storage that learns adds to it
+        weight.data_ptr(),
+        weight.shape,
+        weight.stride(),
+        weight.dtype,
+    ]
+    for tensor in (update.row, update.row_key, update.nonfinite):
+        known.append(None if tensor is None else tensor.data_ptr())
+    for storage in update.storage:
+        for entry in storage.entries():
+            tensor = state[entry]
+            if tensor.is_cuda:
+                known += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            else:  # its value counts
+                known.append(id(tensor))
+                held.append(tensor)
+    return tuple(known), tuple(held)
+
+
+def factors_key(dy: Tensor, x: Tensor, kernel: str) -> Hashable:
+    """What the launch depends on of the factors of a gradient, besides what it looks at itself."""
+    return kernel, x.shape[0], dy.dtype, x.dtype
+
+
+def gradient_key(grad: Tensor, kernel: str) -> Hashable:
+    """What the launch depends on of a stored gradient; Triton compiles another kernel for aligned ones."""
+    return kernel, grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0
