@@ -32,8 +32,14 @@ class FusedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # Cast by hand: autocast would cache a copy of the weight made without a graph and hand it to later,
         # differentiable uses. The copy is made again in backward rather than kept.
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if not torch.is_autocast_enabled(x.device.type):  # entering a context takes as long as the launch
+            return F.linear(x, weight, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
+            return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
@@ -41,7 +47,7 @@ class FusedLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_x:
-            dx = dy.matmul(weight.to(x.dtype))
+            dx = dy.matmul(weight if weight.dtype == x.dtype else weight.to(x.dtype))
         dy_rows = _rows(dy)
         if needs_bias:
             db = dy_rows.sum(0).to(ctx.bias_dtype)
@@ -57,6 +63,8 @@ class FusedLinear(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """All leading dimensions as one, also where a dimension is empty."""
+    if x.dim() == 2:
+        return x
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.rounding import rounding_key
+from lightning_memopt.kernels.rounding import parameter_key, step_key
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -30,6 +30,7 @@ class StepScalars:
         self.table: Tensor | None = None
         self.keys: Tensor | None = None
         self.nonfinite: Tensor | None = None
+        self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # one of each for every parameter
 
     def fill(self, slots: Sequence[Slot], seed: int, step: int, clip: float | None) -> None:
         """Compute every slot's scalars for the update about to be taken and start their copy to the device.
@@ -37,17 +38,19 @@ class StepScalars:
         Parameters of one group with equal step counts share their scalars, so the arithmetic is done a few times only.
         """
         cache: dict[tuple[object, ...], Mapping[str, float]] = {}
+        shared = step_key(seed, step)
         for slot in slots:
-            sparse = getattr(slot, "sparse", None)
+            sparse, state = getattr(slot, "sparse", None), slot.state
             group = slot.group if sparse is None else sparse.scaled(slot.group)
-            key = (id(slot.group), group["lr"], slot.mean, *slot.rule.cache_key(slot.state))
-            if key not in cache:
+            key = (id(slot.group), group["lr"], slot.mean, *slot.rule.cache_key(state))
+            scalars = cache.get(key)
+            if scalars is None:
                 scale = -slot.mean if slot.group.get("maximize") else slot.mean
                 common = {"scale": scale, "clip": float("inf") if clip is None else clip}
                 common |= slot.rule.common_scalars(group)
-                cache[key] = common | slot.rule.scalars(group, slot.state)
-            slot.scalars = cache[key]
-            slot.key = rounding_key(seed, step, slot.name)
+                scalars = cache[key] = common | slot.rule.scalars(group, state)
+            slot.scalars = scalars
+            slot.key = parameter_key(shared, slot.name)
         if self.device.type == "cuda" and slots:
             self._upload(slots)
 
@@ -56,15 +59,23 @@ class StepScalars:
             self.table = torch.zeros(len(slots), ROW, dtype=torch.float32, device=self.device)
             self.keys = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
             self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
+            self._places = list(zip(self.table.unbind(), self.keys.unbind(), self.nonfinite.unbind(), strict=True))
         assert self.keys is not None and self.nonfinite is not None
-        rows, keys = [], []
-        for i, slot in enumerate(slots):
-            values = list(slot.scalars.values())
-            rows.append(values + [0.0] * (ROW - len(values)))
+        # Few parameters have scalars of their own.
+        numbers: dict[int, int] = {}
+        distinct: list[list[float]] = []
+        which, keys = [], []
+        for slot, (row, row_key, nonfinite) in zip(slots, self._places, strict=False):
+            slot.row, slot.row_key, slot.nonfinite = row, row_key, nonfinite
+            number = numbers.setdefault(id(slot.scalars), len(distinct))
+            if number == len(distinct):
+                values = list(slot.scalars.values())
+                distinct.append(values + [0.0] * (ROW - len(values)))
+            which.append(number)
             keys.append(slot.key - (1 << 32) if slot.key >> 31 else slot.key)  # the same 32 bits as a signed number
-            slot.row, slot.row_key, slot.nonfinite = self.table[i], self.keys[i], self.nonfinite[i]
         # Pinned memory comes from torch's caching allocator, which waits for the copy before it is used again.
-        self.table[: len(rows)].copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
+        rows = torch.tensor(distinct, dtype=torch.float32)[torch.tensor(which)]
+        self.table[: len(rows)].copy_(rows.pin_memory(), non_blocking=True)
         self.keys[: len(keys)].copy_(torch.tensor(keys, dtype=torch.int32).pin_memory(), non_blocking=True)
         self.nonfinite.zero_()
 

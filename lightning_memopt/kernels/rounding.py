@@ -25,7 +25,17 @@ def _mix(x: int) -> int:
 
 def rounding_key(seed: int, step: int, name: str) -> int:
     """32-bit key of one parameter's rounding at one step."""
-    return _mix(_mix((seed * GOLDEN + step) & _MASK) ^ zlib.crc32(name.encode()))
+    return parameter_key(step_key(seed, step), name)
+
+
+def step_key(seed: int, step: int) -> int:
+    """The part of `rounding_key` that all parameters share."""
+    return _mix((seed * GOLDEN + step) & _MASK)
+
+
+def parameter_key(step_key: int, name: str) -> int:
+    """`rounding_key`, given the part that all parameters share."""
+    return _mix(step_key ^ zlib.crc32(name.encode()))
 
 
 def bits(key: int, index: Tensor) -> Tensor:

@@ -99,7 +99,9 @@ class Rule:
         They live on the CPU in float32, where `scalars` reads them without waiting for a device.
         """
         for key in self.counts:
-            state[key] = state[key].to("cpu", torch.float32)
+            count = state[key]
+            if count.dtype != torch.float32 or not count.is_cpu:
+                state[key] = count.to("cpu", torch.float32)
 
     def counters(self, state: State) -> State:
         """Copies of the entries that count steps."""
@@ -115,12 +117,17 @@ class Rule:
 
     def cache_key(self, state: State) -> tuple[float, ...]:
         """What `scalars` reads from the state: parameters of one group with equal keys share their scalars."""
-        return tuple(float(state[key]) for key in self.counts)
+        return tuple([state[key].item() for key in self.counts])
 
     def advance(self, group: Group, state: State) -> None:
         """Count one update that was taken."""
         if "step" in self.counts:
             state["step"] += 1
+
+    def advance_all(self, taken: Sequence[tuple[Group, State]]) -> None:
+        """`advance` for many parameters, each with its group: one call into torch in place of one each."""
+        if "step" in self.counts and taken:
+            torch._foreach_add_([state["step"] for _, state in taken], 1)
 
     def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """Take one step in place on `w` and `moments`: the reference every kernel is tested against.

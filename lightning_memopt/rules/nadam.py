@@ -79,6 +79,11 @@ class NAdamRule(Rule):
         super().advance(group, state)
         state["mu_product"] *= _mu(group, float(state["step"]))
 
+    def advance_all(self, taken: Sequence[tuple[Group, State]]) -> None:
+        """One by one, as each has a product of its own."""
+        for group, state in taken:
+            self.advance(group, state)
+
     def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """In place on w, exp_avg, exp_avg_sq."""
         m, v = moments

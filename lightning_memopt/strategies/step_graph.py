@@ -108,7 +108,8 @@ class StepGraph:
         self.graph.replay()
         for slot in self.updated:
             slot.updated = True
-            slot.rule.advance(slot.group, slot.state)
+        for rule in {slot.rule for slot in self.updated}:
+            rule.advance_all([(slot.group, slot.state) for slot in self.updated if slot.rule is rule])
         if self.norms is not None:
             self.updater.norms = Norms(self.norms.total.clone(), self.norms.each)
         for name, value, options in self.logs:
