@@ -9,8 +9,10 @@ import torch
 from kernel_cases import BF16, F32, INTERPRETED, check, make_update, twin
 
 from lightning_memopt.kernels import apply_factors, apply_gradient, reference
+from lightning_memopt.kernels.memory import Memory
 
 tuning = pytest.importorskip("lightning_memopt.kernels.tuning", exc_type=ImportError)
+Prepared = pytest.importorskip("lightning_memopt.kernels.launch", exc_type=ImportError).Prepared
 HERE = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU")]
 ROUTES = ["auto", "fused", "two_pass"]
@@ -92,6 +94,47 @@ def test_a_graph_follows_the_schedule(kernel) -> None:
         graph.replay()
         apply_factors(replace(expected, row=update.row, row_key=update.row_key), [(dy, x)], None, kernel)
         assert torch.equal(update.weight, expected.weight)
+
+
+@pytest.mark.parametrize("kernel", ROUTES)
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "sgd"])
+def test_repeated_launches_leave_the_same_bits(rule, kernel, monkeypatch) -> None:
+    """A parameter that remembers its launches, beside one that does not: steps, other token counts, replaced states."""
+    torch.manual_seed(7)
+    plain = make_update(rule, (384, 512), "cuda", BF16)
+    remembering = replace(replace_copy(plain), memory=Memory())
+    count = []
+    launch = Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda self, *operands: count.append(1) or launch(self, *operands))
+    for step in range(6):
+        if step == 3:
+            for update in (plain, remembering):
+                update.state |= {k: v.clone() for k, v in update.state.items() if v.is_cuda}
+        pair = factors(64 if step % 3 else 2048, 384, 512)
+        plain.row_key.add_(1)  # which is the other's as well
+        for update in (plain, remembering):
+            assert apply_factors(update, [pair], None, kernel)
+        assert torch.equal(plain.weight, remembering.weight)
+        for key, value in plain.state.items():
+            assert torch.equal(value, remembering.state[key]), key
+    # Of three steps with the same state, the first launches the ordinary way; another route does once more.
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert not hopper or len(count) >= 2
+
+
+def test_repeated_flat_launches_leave_the_same_bits(monkeypatch) -> None:
+    torch.manual_seed(8)
+    plain = make_update("adamw", (1000,), "cuda", BF16)
+    remembering = replace(replace_copy(plain), memory=Memory())
+    count = []
+    launch = Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda self, *operands: count.append(1) or launch(self, *operands))
+    whole = torch.randn(1010, device="cuda").to(BF16)
+    for start in (0, 8, 1, 3, 5, 0):
+        for update in (plain, remembering):
+            assert apply_gradient(update, whole[start : start + 1000], "auto")
+        assert torch.equal(plain.weight, remembering.weight)
+    assert len(count) == 4  # one ordinary launch for aligned gradients, and one for others
 
 
 def replace_copy(update):
