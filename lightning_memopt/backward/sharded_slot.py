@@ -80,12 +80,18 @@ class ShardedSlot(Slot):
     @property
     def weight(self) -> Tensor:
         """This rank's rows."""
-        return local(self.param.detach())
+        return self._rows.detach()
+
+    @property
+    def _rows(self) -> Tensor:
+        # Operations on a DTensor, even `detach`, take the host as long as a launch.
+        assert isinstance(self.param, DTensor)
+        return self.param._local_tensor
 
     @property
     def address(self) -> int:
         """Where this rank's rows begin in memory."""
-        return self.weight.data_ptr()
+        return self._rows.data_ptr()
 
     @property
     def update_state(self) -> MutableMapping[str, Any]:
@@ -171,7 +177,7 @@ class LocalState(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._state[key]
-        return local(value) if isinstance(value, Tensor) else value
+        return value._local_tensor if isinstance(value, DTensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._state[key] = value

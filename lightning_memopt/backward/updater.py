@@ -385,7 +385,7 @@ class Updater(SlotKeeper):
         """Note an update that was taken, or report that it was left out."""
         if slot.param.is_cuda:
             # Kernels write behind torch's back: let autograd see that tensors it saved have changed.
-            torch.autograd.graph.increment_version(slot.param)
+            torch.autograd.graph.increment_version(slot.weight)
         if finite:
             self._taken.append(slot)
             if slot.sparse is not None:
