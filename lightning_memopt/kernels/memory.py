@@ -48,7 +48,7 @@ class Memory:
 
 def facts(update: Update) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """All that decides how an update is launched, besides its gradient; and objects that must outlive their ids."""
-    weight, state, held = update.weight, update.state, []
+    weight, counts, held = update.weight, update.rule.counts, []
     known = [
         update.storage,
         update.tile,
@@ -56,7 +56,6 @@ def facts(update: Update) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         update.offset,
         update.active is None,
         update.scalars.get("l2") == 0.0,
-        len(state),  # what a storage that learns adds to it
         weight.data_ptr(),
         weight.shape,
         weight.stride(),
@@ -64,14 +63,14 @@ def facts(update: Update) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     ]
     for tensor in (update.row, update.row_key, update.nonfinite):
         known.append(None if tensor is None else tensor.data_ptr())
-    for storage in update.storage:
-        for entry in storage.entries():
-            tensor = state[entry]
-            if tensor.is_cuda:
-                known += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            else:  # its value counts
-                known.append(id(tensor))
-                held.append(tensor)
+    for key, value in update.state.items():
+        if key in counts:
+            continue
+        if isinstance(value, Tensor) and value.is_cuda:
+            known += (key, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        else:  # its value counts
+            known += (key, id(value))
+            held.append(value)
     return tuple(known), tuple(held)
 
 
