@@ -203,13 +203,11 @@ class SlotKeeper:
 
     def storage(self, slot: Slot) -> tuple[Storage, ...]:
         """How each moment of the slot's parameter lies in its state."""
-        known = slot.storage
-        if known is not None and known[0] == slot.param.dtype:
-            return known[1]
-        storage = self._storage(slot)
-        if slot.sparse is None:  # else it follows the density
-            slot.storage = slot.param.dtype, storage
-        return storage
+        if slot.sparse is not None:  # follows the density
+            return self._storage(slot)
+        if slot.storage is None or slot.storage[0] != slot.param.dtype:
+            slot.storage = slot.param.dtype, self._storage(slot)
+        return slot.storage[1]
 
     def _storage(self, slot: Slot) -> tuple[Storage, ...]:
         param, group = slot.param, slot.group
