@@ -85,7 +85,7 @@ def make_update(
         scalars = {"scale": scale, "clip": clip, **rule.common_scalars(group), **rule.scalars(group, state)}
         update = Update(
             name, param.detach(), state, rule, rule.tile(group), storage, scalars, 0x9ABCDEF0 + step, rounding,
-            offset=5 << 32 | 77,
+            offset=5 << 32 | 78,
         )  # fmt: skip
         if step < past:
             reference.apply_gradient(update, gradient(shape, device))

@@ -64,23 +64,19 @@ def _spread(scale, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(values, scales, at, place, valid, bend, KIND: tl.constexpr):
+    """A moment, and its unit."""
     WIDTH: tl.constexpr = at.shape[1]
+    unit = 1.0
     if KIND <= _SLOW:
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     elif KIND == _MEAN:
         index, exists, size = _blocks(place, WIDTH, WIDTH)
         x = tl.load(values + index, mask=exists, other=0.0)
     else:
-        code = tl.load(values + at, mask=valid, other=0)
+        x = codes.decode(tl.load(values + at, mask=valid, other=0), bend, KIND)
         index, exists, size = _blocks(place, WIDTH, _BLOCK)
-        scale = _spread(tl.load(scales + index, mask=exists, other=0.0).to(tl.float32), WIDTH)
-        if KIND == _SIGNED:
-            x = codes.decode_signed(code, scale)
-        elif KIND == _POSITIVE:
-            x = codes.decode_positive(code, scale)
-        else:
-            x = codes.decode_curve(code, scale, bend)
-    return x
+        unit = _spread(codes.unit(tl.load(scales + index, mask=exists, other=0.0), KIND), WIDTH)
+    return x, unit
 
 
 @triton.jit
@@ -101,12 +97,25 @@ def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr
         if KIND == _SIGNED:
             code = codes.encode_signed(x, scale)
         elif KIND == _POSITIVE:
-            code = codes.encode_positive(x, scale, tiles.low_bits(random), STOCHASTIC)
+            code = codes.encode_positive(x, scale, random, STOCHASTIC)
         else:
             code = codes.encode_curve(x, scale, bend)
         tl.store(values + at, code, mask=valid)
         index, exists, size = _blocks(place, WIDTH, _BLOCK)
         tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _random_bits(key, at, offset, columns):
+    """`tiles.random_bits` of a tile: where runs begin at even elements, as nearly always, one hash for two of them."""
+    if (offset | columns) & 1 == 0:
+        pairs = tl.reshape((at + offset).to(tl.uint32), (at.shape[0], at.shape[1] // 2, 2))
+        even, odd = tl.split(pairs)
+        random = tiles.mix(tiles.spread(even) + key.to(tl.uint32))
+        random = tl.reshape(tl.join(random, tiles.turned(random)), at.shape)
+    else:
+        random = tiles.random_bits(key, at + offset)
+    return random
 
 
 @triton.jit
@@ -141,12 +150,13 @@ def step(
     old = tl.load(w_ptr + at, mask=valid, other=0.0).to(tl.float32)
     # The gradient stands in for moments that the rule does not have and never looks at.
     old0, old1, old2 = raw, raw, raw
+    unit0, unit1, unit2 = 1.0, 1.0, 1.0
     if len(KINDS) > 0:
-        old0 = _load(values[0], scales[0], at, place, valid, bend, KINDS[0])
+        old0, unit0 = _load(values[0], scales[0], at, place, valid, bend, KINDS[0])
     if len(KINDS) > 1:
-        old1 = _load(values[1], scales[1], at, place, valid, bend, KINDS[1])
+        old1, unit1 = _load(values[1], scales[1], at, place, valid, bend, KINDS[1])
     if len(KINDS) > 2:
-        old2 = _load(values[2], scales[2], at, place, valid, bend, KINDS[2])
+        old2, unit2 = _load(values[2], scales[2], at, place, valid, bend, KINDS[2])
     w, g = tiles.prepare(old, raw, common)
     keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
     bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
@@ -158,14 +168,14 @@ def step(
             count = tl.sum((keep & valid).to(tl.int32), 1)[:, None].to(count.dtype)
         # The tile function computes with one value per block, as often as there are blocks.
         g2 = codes.block_mean(tl.sum(g2, 1)[:, None], count)
-    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, own)
+    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, (1.0, 1.0, unit0, unit1, unit2), own)
     if bad:
         tl.store(nonfinite_ptr, 1)
         w = tl.where(keep, w, old)
-        m0 = tl.where(keep, m0, old0)
-        m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1)
-        m2 = tl.where(keep, m2, old2)
-    random = tiles.random_bits(tl.load(key_ptr), at + offset)
+        m0 = tl.where(keep, m0, old0 * unit0)
+        m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1 * unit1)
+        m2 = tl.where(keep, m2, old2 * unit2)
+    random = _random_bits(tl.load(key_ptr), at, offset, place[2])
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:

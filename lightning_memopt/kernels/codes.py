@@ -2,7 +2,8 @@
 
 The codes are defined in `lightning_memopt.rules.storage_8bit` and `lightning_memopt.rules.gefen`, with their constants.
 All functions are element-wise, with scales that broadcast against the codes, so they run in any layout, in Triton and
-in Gluon. Per weight, signed squares cost one square root, the curve two reciprocals, and v's code neither.
+in Gluon. Decoding gives values in a unit that depends on the scale alone (see `kernels.tiles`). Per weight, signed
+squares cost one square root, the curve two reciprocals, and v's code neither.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ from lightning_memopt.rules.storage import Dense, Storage
 # second moment in the second place.
 DENSE, SLOW, SIGNED, POSITIVE, CURVE, MEAN = range(6)
 
+_SIGNED, _POSITIVE = tl.constexpr(SIGNED), tl.constexpr(POSITIVE)
+# The interpreter runs numpy, not PTX.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LEVELS = tl.constexpr(codec.SIGNED_LEVELS)
 _OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
 _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.LOWEST_LEVEL)
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
-_NEAREST, _DITHER = tl.constexpr(codec.NEAREST), tl.constexpr(codec.DITHER)
+# What `encode_positive` adds, modulo 2^32: minus the lowest level, and half of what is cut off. Twelve times the lowest
+# level is a multiple of 2^23, which keeps the bytes in the middle of the first number free for random bits.
+_OFFSET = tl.constexpr(2 * (codec.DITHER - codec.LOWEST * codec.OCTAVE_LEVELS) % (1 << 32))
+_MIDDLE = tl.constexpr(2 * (codec.NEAREST - codec.LOWEST * codec.OCTAVE_LEVELS) % (1 << 32))
+assert not _OFFSET.value & 0x00FFFF00
 _TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
 LIMIT = gefen.GefenRule.limit
 _LEAST, _LIMIT = tl.constexpr(gefen.LEAST), tl.constexpr(LIMIT)
@@ -59,36 +67,51 @@ def block_scale(largest):
 @triton.jit
 def _from_byte(code):
     """A two's complement byte as float32."""
-    # The byte becomes the last bits of a float32 around 2^23: conversion instructions run at a quarter of the speed.
-    return (code.to(tl.uint32) ^ 0x4B000080).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
+    word = code.to(tl.int8, bitcast=True).to(tl.int32)
+    if _INTERPRETED:
+        return word.to(tl.float32)
+    # One instruction that takes its byte from the middle of a word, too. Conversions are slow, but on a pipe that has
+    # little else to do; three fast instructions cost more.
+    return tl.inline_asm_elementwise("cvt.rn.f32.s32 $0, $1;", "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _to_byte(x):
     """The nearest whole number to x, |x| <= 127.5, as a two's complement byte."""
-    # As in `_from_byte`: the sum rounds to a whole number, whose two's complement fills the last bits.
+    # The sum, around 2^23, rounds to a whole number, whose two's complement fills the last bits.
     return (x + (8388608.0 + 4194304.0)).to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
-def decode_signed(code, scale):
-    """Return scale q |q| / 127² of a uint8 tile."""
-    q = _from_byte(code)
-    return q * tl.abs(q) * (scale * (1.0 / (_LEVELS * _LEVELS)))
+def _over(number: tl.constexpr, scale):
+    """A number over scales in [TINY, HUGE]; quarters keep the reciprocal of the largest from being denormal."""
+    return tiles.reciprocal(scale * 0.25) * (number * 0.25)
+
+
+@triton.jit
+def decode(code, bend, KIND: tl.constexpr):
+    """The values of a uint8 tile of codes, in a unit of `unit`: q |q|, q / (127 (1 + bend) - bend |q|) or a level."""
+    if KIND == _SIGNED:
+        q = _from_byte(code)
+        return q * tl.abs(q)
+    elif KIND == _POSITIVE:
+        return (code.to(tl.int32) * _LEVEL_STEP + _LOWEST_LEVEL).to(tl.float32, bitcast=True)
+    else:
+        q = _from_byte(code)
+        return q * tiles.reciprocal(_LEVELS * (1.0 + bend) - bend * tl.abs(q))
+
+
+@triton.jit
+def unit(scale, KIND: tl.constexpr):
+    """The unit of what `decode` returns for codes of these scales, in float32."""
+    return scale.to(tl.float32) * (1.0 / (_LEVELS * _LEVELS)) if KIND == _SIGNED else scale.to(tl.float32)
 
 
 @triton.jit
 def encode_signed(x, scale):
     """The uint8 tile of x, |x| <= scale, to nearest."""
-    root = tl.sqrt(tl.abs(x) * ((_LEVELS * _LEVELS * 1.0) / scale)).to(tl.uint32, bitcast=True)
+    root = tl.sqrt(tl.abs(x) * _over(_LEVELS * _LEVELS, scale)).to(tl.uint32, bitcast=True)
     return _to_byte((root | (x.to(tl.uint32, bitcast=True) & 0x80000000)).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def decode_curve(code, scale, bend):
-    """Return scale q / (127 (1 + bend) - bend |q|) of a uint8 tile."""
-    q = _from_byte(code)
-    return q * scale * tiles.reciprocal(_LEVELS * (1.0 + bend) - bend * tl.abs(q))
 
 
 @triton.jit
@@ -98,21 +121,27 @@ def encode_curve(x, scale, bend):
 
 
 @triton.jit
-def decode_positive(code, scale):
-    """Return scale times the code's level, of a uint8 tile."""
-    return (code.to(tl.int32) * _LEVEL_STEP + _LOWEST_LEVEL).to(tl.float32, bitcast=True) * scale
+def _dither(random):
+    """`_OFFSET`, which is zero in the middle, with the low 16 bits of `random` there, in one instruction."""
+    if _INTERPRETED:
+        return ((random & 0xFFFF) << 8) | _OFFSET
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7104;", "=r,r,r", [random, _OFFSET], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def encode_positive(x, scale, random16, STOCHASTIC: tl.constexpr):
-    """The uint8 tile of x, 0 <= x <= scale: to nearest, or up with probability equal to the distance."""
-    ratio = (x * (_BELOW_ONE / scale)).to(tl.int32, bitcast=True)
-    fixed = (tl.maximum(ratio, _LOWEST) - _LOWEST) * _OCTAVE_LEVELS
-    if STOCHASTIC:
-        fixed += (random16.to(tl.int32) << 7) + _DITHER
-    else:
-        fixed += _NEAREST
-    return (fixed >> 23).to(tl.uint8)
+def encode_positive(x, scale, random, STOCHASTIC: tl.constexpr):
+    """The uint8 tile of x, 0 <= x <= scale: to nearest, or up with probability equal to the distance.
+
+    Args:
+        random: 32 random bits, of which the low 16 are used.
+    """
+    ratio = tl.maximum((x * _over(_BELOW_ONE, scale)).to(tl.int32, bitcast=True), _LOWEST).to(tl.uint32, bitcast=True)
+    # The distance from the lowest level in fixed point: twice that of `encode_positive` in the rules, so that the code
+    # is the highest byte, modulo 2^32.
+    offset = _dither(random) if STOCHASTIC else _MIDDLE
+    return (ratio * (2 * _OCTAVE_LEVELS) + offset >> 24).to(tl.uint8)
 
 
 @triton.jit
@@ -124,4 +153,4 @@ def below_limit(g):
 @triton.jit
 def block_mean(total, count):
     """What a block adds to its second moment, from the sum over `count` weights; see `gefen_blocks.LEAST`."""
-    return tl.maximum(total / tl.maximum(count, 1).to(tl.float32), _LEAST)
+    return tl.maximum(total * (1.0 / tl.maximum(count, 1).to(tl.float32)), _LEAST)

@@ -21,7 +21,7 @@ from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Storage
 
-# Tokens in a stage of the operand ring, and its bytes.
+# Tokens in a stage of the operand ring, as a rule, and its bytes.
 TOKENS = 64
 STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
 # Shared memory of a block on Hopper, less what barriers and reductions take.
@@ -43,12 +43,14 @@ class Config:
         slots: Chunks of weight and moments in flight.
         lag: Chunks that may still be on their way to memory when a slot is filled again.
         group: Height, in tiles, of the bands in which tiles are taken.
+        tokens: In a stage.
     """
 
     stages: int
     slots: int
     lag: int
     group: int
+    tokens: int = TOKENS
 
 
 @cache
@@ -75,6 +77,8 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     alone = len(moments) == len(update.storage) or not update.scalars["l2"]
     return (
         alone
+        # Neighbours share a hash, which the kernel takes to be those of an even column and the next.
+        and update.offset % 2 == 0
         and dy.dtype == x.dtype
         and dy.dtype in (torch.bfloat16, torch.float16)
         and len(x) > 0
@@ -119,8 +123,8 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
     ]
     tile_count = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     arguments = (
-        _descriptor(dy, (TOKENS, TILE_ROWS)),
-        _descriptor(x, (TOKENS, TILE_COLUMNS)),
+        _descriptor(dy, (config.tokens, TILE_ROWS)),
+        _descriptor(x, (config.tokens, TILE_COLUMNS)),
         _descriptor(update.weight, chunk),
         *descriptors,
         *[None] * (3 - len(descriptors)),

@@ -182,9 +182,8 @@ def _consume(
             sums = row_sums(acc * acc)
             all_finite = gl.sum(sums[0] + sums[1] + (sums[2] + sums[3]), 0) < _LIMIT * _LIMIT
         else:
-            # 0 * g is NaN for the elements that must be left out, and for no others.
             sums = (existing, existing, existing, existing)
-            all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
+            all_finite = tiles.small_enough(gl.sum(gl.sum(acc * acc, 1), 0))
         mbarrier.wait(chunk_turn.index(GROUP), parity)
         if all_finite & plain:
             update_tile(
@@ -193,6 +192,9 @@ def _consume(
                 TILE, KINDS, WIDTH, STOCHASTIC, True,
             )  # fmt: skip
         else:
+            if not SHARED:
+                # 0 * g is NaN for the elements that must be left out, and for no others.
+                all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
             if not all_finite:
                 gl.store(nonfinite_ptr, 1)
             update_tile(

@@ -77,16 +77,27 @@ def _left_out(acc, common):
 
 
 @gluon.jit
+def _to_float(stored):
+    return tiles.from_bf16(stored) if stored.dtype == gl.bfloat16 else stored.to(gl.float32)
+
+
+@gluon.jit
+def _random_bits(sums):
+    """One hash for two neighbours, of which `sums` has the sum of spreads and the key; see `kernels.rounding`."""
+    even, odd = sums.reshape([_CHUNK, _CHUNK // 2, 2]).split()
+    random = tiles.mix(even)
+    both = gl.join(random, tiles.turned(random)).reshape([_CHUNK, _CHUNK])
+    return gl.convert_layout(both, _QUARTER, assert_trivial=True)
+
+
+@gluon.jit
 def _load(part, scale, bend, KIND: gl.constexpr):
+    """A chunk of a moment, and its unit."""
     stored = part.load(_QUARTER)
-    if KIND == _SIGNED:
-        return codes.decode_signed(stored, scale.to(gl.float32)[:, None])
-    elif KIND == _POSITIVE:
-        return codes.decode_positive(stored, scale.to(gl.float32)[:, None])
-    elif KIND > _POSITIVE:
-        return codes.decode_curve(stored, scale.to(gl.float32)[:, None], bend)
+    if KIND >= _SIGNED:
+        return codes.decode(stored, bend, KIND), codes.unit(scale, KIND)[:, None]
     else:
-        return stored.to(gl.float32)
+        return _to_float(stored), 1.0
 
 
 @gluon.jit
@@ -98,7 +109,7 @@ def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTI
         if KIND == _SIGNED:
             part.store(codes.encode_signed(x, scale[:, None]))
         elif KIND == _POSITIVE:
-            part.store(codes.encode_positive(x, scale[:, None], tiles.low_bits(random), STOCHASTIC))
+            part.store(codes.encode_positive(x, scale[:, None], random, STOCHASTIC))
         else:
             part.store(codes.encode_curve(x, scale[:, None], bend))
     elif KIND == _SLOW and STOCHASTIC and part.dtype == gl.bfloat16:
@@ -127,29 +138,35 @@ def _update_chunk(
     """
     moments: gl.constexpr = len(KINDS)
     SHARED: gl.constexpr = moments > 1 and KINDS[1] == _MEAN
-    old = rings[0].index(slot).load(_QUARTER).to(gl.float32)
+    old = _to_float(rings[0].index(slot).load(_QUARTER))
     # The moments a rule does not have are never looked at; the gradient stands in for them.
-    old0 = _load(rings[1].index(slot), scales[0], bend, KINDS[0]) if moments > 0 else raw
+    old0, old1, old2 = raw, raw, raw
+    unit, unit2, unit_m0, unit_m1, unit_m2 = 1.0, 1.0, 1.0, 1.0, 1.0
+    if moments > 0:
+        old0, unit_m0 = _load(rings[1].index(slot), scales[0], bend, KINDS[0])
     if SHARED:
         old1 = scales[1][:, None]
-    else:
-        old1 = _load(rings[2].index(slot), scales[1], bend, KINDS[1]) if moments > 1 else raw
-    old2 = _load(rings[3].index(slot), scales[2], bend, KINDS[2]) if moments > 2 else raw
+    elif moments > 1:
+        old1, unit_m1 = _load(rings[2].index(slot), scales[1], bend, KINDS[1])
+    if moments > 2:
+        old2, unit_m2 = _load(rings[3].index(slot), scales[2], bend, KINDS[2])
     if PLAIN:
-        w, g = tiles.prepare_plain(old, raw, common)
+        w, g, unit, unit2 = old * common[3], raw, common[0], common[0] * common[0]
     else:
         w, g = tiles.prepare(old, raw, common)
-    g2 = mean[:, None] if SHARED else g * g
-    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, own)
+    g2 = g * g
+    if SHARED:
+        g2, unit2 = mean[:, None], 1.0
+    w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, (unit, unit2, unit_m0, unit_m1, unit_m2), own)
     if not PLAIN:
         # What was bf16 before rounds to itself, so undoing the step in float32 is enough.
         keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
         w = gl.where(keep, w, old)
-        m0 = gl.where(keep, m0, old0)
-        m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1)
-        m2 = gl.where(keep, m2, old2)
+        m0 = gl.where(keep, m0, old0 * unit_m0)
+        m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1 * unit_m1)
+        m2 = gl.where(keep, m2, old2 * unit_m2)
     in_row = gl.arange(0, _CHUNK, gl.SliceLayout(0, _QUARTER))
-    random = tiles.mix(start[:, None] + tiles.spread(in_row)[None, :])
+    random = _random_bits(start[:, None] + tiles.spread(in_row)[None, :])
     if STOCHASTIC and rings[0].dtype == gl.bfloat16:
         rings[0].index(slot).store(tiles.round_bf16(w, tiles.high_bits(random)))
     else:

@@ -1,8 +1,13 @@
 """Stochastic rounding of float32 to bf16 by a counter-based hash: reference and the definition kernels follow.
 
-The random bits of element i of a parameter at a step are ``bits(key, i)``, where `key` hashes (seed, step, parameter
-name) and i is the element's index in the full, unsharded parameter. They depend on nothing else: not on launch
-geometry, device, rank or world size.
+The random bits of element i of a parameter at a step are ``rounding_bits(key, i)``, where `key` hashes (seed, step,
+parameter name) and i is the element's index in the full, unsharded parameter. They depend on nothing else: not on
+launch geometry, device, rank or world size.
+
+Rounding takes 16 bits: a weight the high ones, its second moment the low ones. So a 32-bit hash has enough for the
+weights of two neighbours: 2i takes the hash of 2i as it is, 2i + 1 takes it with its halves exchanged. An element's
+weight and moment still round independently, and so do neighbouring weights and neighbouring moments; only the weight
+of one neighbour and the moment of the other share their bits.
 """
 
 from __future__ import annotations
@@ -51,6 +56,16 @@ def bits(key: int, index: Tensor) -> Tensor:
     return ((x ^ (x >> 13)) * MUL2) & _MASK
 
 
+def rounding_bits(key: int, index: Tensor) -> Tensor:
+    """The 32 random bits that round each element, as int64 in [0, 2^32): `bits` of the even one of two neighbours.
+
+    Args:
+        key, index: As in `bits`.
+    """
+    x = bits(key, index & ~1)
+    return torch.where(index & 1 == 0, x, x << 16 & _MASK | x >> 16)
+
+
 def round_stochastic(x: Tensor, key: int, offset: int | Tensor = 0, *, low: bool = False) -> Tensor:
     """Round float32 to bf16 up or down with probability equal to the distance: unbiased, at most one bf16 step away.
 
@@ -62,7 +77,7 @@ def round_stochastic(x: Tensor, key: int, offset: int | Tensor = 0, *, low: bool
             and its moment round independently.
     """
     index = offset if isinstance(offset, Tensor) else torch.arange(offset, offset + x.numel(), device=x.device)
-    random = bits(key, index).view(x.shape)
+    random = rounding_bits(key, index).view(x.shape)
     random = random & 0xFFFF if low else random >> 16
     # Adding 16 random bits below bf16's last place carries with exactly the right probability; then truncate.
     rounded = (x.contiguous().view(torch.int32) + random.to(torch.int32)) & -0x10000

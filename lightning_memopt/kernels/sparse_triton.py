@@ -91,7 +91,7 @@ def step(
     if len(KINDS) > 2:
         old2 = tl.load(values[2] + entry, mask=active, other=0.0).to(tl.float32)
     decayed, g = tiles.prepare(old, raw, common)
-    w, m0, m1, m2 = TILE(decayed, g, g * g, old0, old1, old2, own)
+    w, m0, m1, m2 = TILE(decayed, g, g * g, old0, old1, old2, (1.0, 1.0, 1.0, 1.0, 1.0), own)
     w = tl.where(ramp == 1.0, w, decayed + (w - decayed) * ramp)
 
     bad = active & (tiles.finite(raw) == 0)

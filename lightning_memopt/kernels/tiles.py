@@ -2,13 +2,18 @@
 
 A tile function takes float32 tiles of any shape and layout and returns the updated ones:
 
-    w, m0, m1, m2 = tile(w, g, g2, m0, m1, m2, s)
+    w, m0, m1, m2 = tile(w, g, g2, m0, m1, m2, units, s)
 
 with the weight after decay, the gradient after `prepare`, the squared gradient (or its mean over a block), the rule's
 moments in the order of `Rule.moments` (moments a rule does not have are passed through), and `s`, the rule's own
 scalars in the order of `Rule.scalar_names`. Each is the formula of the rule of that name in `lightning_memopt.rules`.
 A kernel calls, in this order: `scalars` once, then per tile `finite`, `prepare`, the tile function, `random_bits` and
 `round_bf16`.
+
+What goes in may come in `units`: the gradient is units[0] * g, its square units[1] * g2, moment i units[2 + i] * mi;
+what comes out is in none. A tile function multiplies units by its scalars before either meets a tile, so a unit that is
+one number, or one per block, costs nothing per weight: the gradient's scale, the scale of a block of codes. A unit of
+1.0 is no multiplication at all.
 
 Gluon kernels call these functions as they are: Triton compiles a called function in the caller's dialect.
 """
@@ -25,6 +30,10 @@ from lightning_memopt.rules.base import COMMON_SCALARS
 # Constants of `kernels.rounding.bits`.
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 _COMMON = tl.constexpr(len(COMMON_SCALARS))
+# Scales of the gradient whose square a float32 holds, and sums of squares that leave room for more.
+_LEAST_SCALE, _MOST_SQUARES = tl.constexpr(2.0**-40), tl.constexpr(2.0**120)
+# A step size that moves nothing, yet far from what a float32 cannot divide by.
+_NO_STEP = tl.constexpr(2.0**-100)
 # The interpreter runs numpy, not PTX.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -67,33 +76,44 @@ def prepare(w, g, common):
 
 @triton.jit
 def is_plain(common):
-    """Whether neither value clipping nor coupled decay is on, so that `prepare_plain` gives what `prepare` does."""
+    """Whether all that `prepare` does to the gradient is a scale that its square bears as well, so that it is a unit.
+
+    Neither value clipping nor coupled decay is on; and as the scale is at most 1, what is lost where an unscaled square
+    is too small for a float32 would be lost where it is scaled. See `small_enough` for large ones.
+    """
     scale, clip, l2, decay = common
-    return (clip == float("inf")) & (l2 == 0.0)
+    size = tl.abs(scale)
+    return (clip == float("inf")) & (l2 == 0.0) & (size <= 1.0) & (size >= _LEAST_SCALE)
 
 
 @triton.jit
-def prepare_plain(w, g, common):
-    """`prepare` where `is_plain`."""
-    scale, clip, l2, decay = common
-    return w * decay, g * scale
+def small_enough(squares):
+    """Whether a sum of squared gradient elements shows that none of them is too large, infinite, or NaN."""
+    return squares < _MOST_SQUARES
 
 
 @triton.jit
 def random_bits(key, index):
-    """`kernels.rounding.bits`: 32 bits per element; only the low 32 bits of `index` matter."""
-    return mix(spread(index) + key.to(tl.uint32))
+    """`kernels.rounding.rounding_bits`: 32 bits per element; only the low 32 bits of `index` matter."""
+    random = mix(spread(index.to(tl.uint32) & 0xFFFFFFFE) + key.to(tl.uint32))
+    return tl.where(index & 1 != 0, turned(random), random)
+
+
+@triton.jit
+def turned(random):
+    """The bits of an odd element, from those of the even one before it: its halves change places."""
+    return (random << 16) | (random >> 16)
 
 
 @triton.jit
 def spread(index):
-    """The linear part of `random_bits`: a sum of indices spreads to the sum of their spreads, modulo 2^32."""
+    """The linear part of the hash: a sum of indices spreads to the sum of their spreads, modulo 2^32."""
     return index.to(tl.uint32) * _GOLDEN
 
 
 @triton.jit
 def mix(x):
-    """The mixing part of `random_bits`."""
+    """The mixing part of the hash; for the bits of an even element the whole of it, given the sum of its spreads."""
     x = (x ^ (x >> 15)) * _MUL1
     return (x ^ (x >> 13)) * _MUL2
 
@@ -118,6 +138,14 @@ def round_bf16(x, random16):
 
 
 @triton.jit
+def from_bf16(x):
+    """bf16 pairs as they come from memory to float32, in one instruction each; a conversion takes three for two."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in one instruction, to the last place but one; a full division would be a fifth of the whole update."""
     if _INTERPRETED:
@@ -126,74 +154,79 @@ def reciprocal(x):
 
 
 @triton.jit
-def _lerp(m, g, weight):
-    return m + (g - m) * weight
+def _lerp(m, m_unit, g, g_unit, weight):
+    """Move m towards g by a share of the way."""
+    return m * (m_unit * (1.0 - weight)) + g * (g_unit * weight)
 
 
 # ------------------------------------------------------------------------------------------------------ rule by rule
 @triton.jit
-def adam(w, g, g2, m0, m1, m2, s):
+def adam(w, g, g2, m0, m1, m2, units, s):
     """Adam and AdamW: exp_avg, exp_avg_sq."""
     one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_bias2, eps = s
-    m0 = _lerp(m0, g, one_minus_beta1)
-    m1 = m1 * beta2 + g2 * one_minus_beta2
-    # step m / (sqrt(v) c + eps) with c folded into scalars, which leaves one operation less per element.
-    w -= m0 * (step_size / inv_sqrt_bias2) * reciprocal(tl.sqrt(m1) + eps / inv_sqrt_bias2)
+    m0 = _lerp(m0, units[2], g, units[0], one_minus_beta1)
+    m1 = m1 * (units[3] * beta2) + g2 * (units[1] * one_minus_beta2)
+    # step m / (sqrt(v) c + eps) with the step in the denominator, which leaves two operations less per element; where
+    # there is none, the denominator is infinite.
+    some = step_size > _NO_STEP
+    slope, least = tl.where(some, inv_sqrt_bias2 / step_size, 1.0), tl.where(some, eps / step_size, float("inf"))
+    w -= m0 * reciprocal(tl.sqrt(m1) * slope + least)
     return w, m0, m1, m2
 
 
 @triton.jit
-def nadam(w, g, g2, m0, m1, m2, s):
+def nadam(w, g, g2, m0, m1, m2, units, s):
     """NAdam: exp_avg, exp_avg_sq."""
     one_minus_beta1, beta2, one_minus_beta2, g_step, m_step, inv_sqrt_bias2, eps = s
-    m0 = _lerp(m0, g, one_minus_beta1)
-    m1 = m1 * beta2 + g2 * one_minus_beta2
-    w -= (g * g_step + m0 * m_step) * reciprocal(tl.sqrt(m1) * inv_sqrt_bias2 + eps)
+    m0 = _lerp(m0, units[2], g, units[0], one_minus_beta1)
+    m1 = m1 * (units[3] * beta2) + g2 * (units[1] * one_minus_beta2)
+    w -= (g * (units[0] * g_step) + m0 * m_step) * reciprocal(tl.sqrt(m1) * inv_sqrt_bias2 + eps)
     return w, m0, m1, m2
 
 
 @triton.jit
-def radam(w, g, g2, m0, m1, m2, s):
+def radam(w, g, g2, m0, m1, m2, units, s):
     """RAdam: exp_avg, exp_avg_sq."""
     one_minus_beta1, beta2, one_minus_beta2, plain_step, rectified_step, eps = s
-    m0 = _lerp(m0, g, one_minus_beta1)
-    m1 = m1 * beta2 + g2 * one_minus_beta2
+    m0 = _lerp(m0, units[2], g, units[0], one_minus_beta1)
+    m1 = m1 * (units[3] * beta2) + g2 * (units[1] * one_minus_beta2)
     w -= m0 * (plain_step + rectified_step * reciprocal(tl.sqrt(m1) + eps))
     return w, m0, m1, m2
 
 
 @triton.jit
-def sgd(w, g, g2, m0, m1, m2, s):
+def sgd(w, g, g2, m0, m1, m2, units, s):
     """SGD without momentum: no moments."""
     lr, momentum, nesterov = s
-    return w - lr * g, m0, m1, m2
+    return w - g * (units[0] * lr), m0, m1, m2
 
 
 @triton.jit
-def sgd_momentum(w, g, g2, m0, m1, m2, s):
+def sgd_momentum(w, g, g2, m0, m1, m2, units, s):
     """SGD with momentum, Nesterov's or the plain one: momentum_buffer."""
     lr, momentum, nesterov = s
-    m0 = m0 * momentum + g
+    g = g * units[0]
+    m0 = m0 * (units[2] * momentum) + g
     # nesterov is 0 or 1, so this is m0 or g + momentum m0, exactly.
     w -= lr * tl.where(nesterov != 0.0, g + momentum * m0, m0)
     return w, m0, m1, m2
 
 
 @triton.jit
-def rmsprop(w, g, g2, m0, m1, m2, s):
+def rmsprop(w, g, g2, m0, m1, m2, units, s):
     """RMSprop: square_avg."""
     lr, alpha, one_minus_alpha, momentum, eps, centered = s
-    m0 = m0 * alpha + g2 * one_minus_alpha
-    w -= lr * g * reciprocal(tl.sqrt(m0) + eps)
+    m0 = m0 * (units[2] * alpha) + g2 * (units[1] * one_minus_alpha)
+    w -= g * (units[0] * lr) * reciprocal(tl.sqrt(m0) + eps)
     return w, m0, m1, m2
 
 
 @triton.jit
-def rmsprop_momentum(w, g, g2, m0, m1, m2, s):
+def rmsprop_momentum(w, g, g2, m0, m1, m2, units, s):
     """RMSprop with momentum: square_avg, momentum_buffer."""
     lr, alpha, one_minus_alpha, momentum, eps, centered = s
-    m0 = m0 * alpha + g2 * one_minus_alpha
-    m1 = m1 * momentum + g * reciprocal(tl.sqrt(m0) + eps)
+    m0 = m0 * (units[2] * alpha) + g2 * (units[1] * one_minus_alpha)
+    m1 = m1 * (units[3] * momentum) + g * units[0] * reciprocal(tl.sqrt(m0) + eps)
     return w - lr * m1, m0, m1, m2
 
 
@@ -204,41 +237,42 @@ def _deviation(square, mean):
 
 
 @triton.jit
-def rmsprop_centered(w, g, g2, m0, m1, m2, s):
+def rmsprop_centered(w, g, g2, m0, m1, m2, units, s):
     """Centred RMSprop: square_avg, grad_avg."""
     lr, alpha, one_minus_alpha, momentum, eps, centered = s
-    m0 = m0 * alpha + g2 * one_minus_alpha
-    m1 = _lerp(m1, g, one_minus_alpha)
-    w -= lr * g * reciprocal(_deviation(m0, m1) + eps)
+    m0 = m0 * (units[2] * alpha) + g2 * (units[1] * one_minus_alpha)
+    m1 = _lerp(m1, units[3], g, units[0], one_minus_alpha)
+    w -= g * (units[0] * lr) * reciprocal(_deviation(m0, m1) + eps)
     return w, m0, m1, m2
 
 
 @triton.jit
-def rmsprop_momentum_centered(w, g, g2, m0, m1, m2, s):
+def rmsprop_momentum_centered(w, g, g2, m0, m1, m2, units, s):
     """Centred RMSprop with momentum: square_avg, momentum_buffer, grad_avg."""
     lr, alpha, one_minus_alpha, momentum, eps, centered = s
-    m0 = m0 * alpha + g2 * one_minus_alpha
-    m2 = _lerp(m2, g, one_minus_alpha)
-    m1 = m1 * momentum + g * reciprocal(_deviation(m0, m2) + eps)
+    m0 = m0 * (units[2] * alpha) + g2 * (units[1] * one_minus_alpha)
+    m2 = _lerp(m2, units[4], g, units[0], one_minus_alpha)
+    m1 = m1 * (units[3] * momentum) + g * units[0] * reciprocal(_deviation(m0, m2) + eps)
     return w - lr * m1, m0, m1, m2
 
 
 @triton.jit
-def adagrad(w, g, g2, m0, m1, m2, s):
+def adagrad(w, g, g2, m0, m1, m2, units, s):
     """Adagrad: sum."""
     step_size, eps = s
-    m0 += g2
-    w -= step_size * g * reciprocal(tl.sqrt(m0) + eps)
+    m0 = m0 * units[2] + g2 * units[1]
+    w -= g * (units[0] * step_size) * reciprocal(tl.sqrt(m0) + eps)
     return w, m0, m1, m2
 
 
 @triton.jit
-def lion(w, g, g2, m0, m1, m2, s):
+def lion(w, g, g2, m0, m1, m2, units, s):
     """Lion: exp_avg."""
     lr, one_minus_beta1, one_minus_beta2 = s
-    direction = _lerp(m0, g, one_minus_beta1)
-    w -= tl.where(direction > 0, lr, 0.0) - tl.where(direction < 0, lr, 0.0)
-    return w, _lerp(m0, g, one_minus_beta2), m1, m2
+    direction = _lerp(m0, units[2], g, units[0], one_minus_beta1)
+    sign = direction.to(tl.uint32, bitcast=True) & 0x80000000
+    w -= tl.where(direction == 0.0, 0.0, (sign | lr.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True))
+    return w, _lerp(m0, units[2], g, units[0], one_minus_beta2), m1, m2
 
 
 # What `Rule.tile` names.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, Config, bytes_per_weight
+from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, TOKENS, Config, bytes_per_weight
 from lightning_memopt.kernels.hopper_update import CHUNK
 from lightning_memopt.kernels.update import Update
 
@@ -43,39 +43,51 @@ def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Rou
     config, found = default(update, len(x)), _measured(update.weight.device).get(_key(update, dy, x))
     if found is None and os.environ.get("MEMOPT_TUNE") == "1" and not torch.cuda.is_current_stream_capturing():
         found = tune(update, dy, x)
-    route = found if found is not None else TWO_PASS if _prefers_two_pass(update) else config
+    route = found if found is not None else TWO_PASS if _prefers_two_pass(update, len(x)) else config
     return config if fused and route == TWO_PASS else route
 
 
-def _prefers_two_pass(update: Update) -> bool:
-    """Small layers with two coded moments, which the flat kernel spreads better over the GPU.
+def _prefers_two_pass(update: Update, tokens: int) -> bool:
+    """Small layers with two coded moments and few tokens, which the flat kernel spreads better over the GPU.
 
     Larger ones would need several slabs, whose launches cost more than that gains.
     """
     coded = any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
-    return coded and update.weight.numel() <= SLAB_ELEMENTS
+    return coded and tokens <= FEW and update.weight.numel() <= SLAB_ELEMENTS
 
 
 def default(update: Update, tokens: int) -> Config:
     """The Hopper kernel's configuration according to the table."""
-    high = tokens > 4 * FEW and len(update.storage) > 0
-    return _table(bytes_per_weight(update), tokens <= FEW, high)
+    rows, columns = update.weight.shape
+    if tokens <= FEW:
+        group = 8 if columns >= 2 * rows else 1
+    else:
+        group = 4 if tokens > 4 * FEW and len(update.storage) > 0 else 2
+    return _table(bytes_per_weight(update), tokens <= FEW, group)
 
 
 @cache
-def _table(size: int, few: bool, high: bool) -> Config:
+def _table(size: int, few: bool, group: int) -> Config:
     """The configuration for `size` bytes of weight and moments.
 
     At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
-    stages. Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which
-    pays in step with the moments that are moved meanwhile.
+    stages. Where these are fewer than five, they are better halved: a finer ring is refilled earlier.
+
+    Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which pays in step
+    with the moments that are moved meanwhile, and those of wide layers, of which every row of tiles reads all of x.
     """
     fitting = _fitting(size)
     for stages in sorted(fitting, reverse=True):
         slots = fitting[stages]
         if slots >= 4 or stages <= (4 if few else 5):
             break
-    return Config(stages, slots, 0, 1 if few else 4 if high else 2)
+    config = Config(stages, slots, 0, group)
+    return config if few or stages >= 5 else _halved(config)
+
+
+def _halved(config: Config) -> Config:
+    """Twice as many stages of half as many tokens."""
+    return replace(config, stages=2 * config.stages, tokens=TOKENS // 2)
 
 
 def candidates(update: Update, tokens: int) -> list[Config]:
@@ -85,8 +97,9 @@ def candidates(update: Update, tokens: int) -> list[Config]:
         Config(stages, slots, lag, group)
         for stages, slots in _fitting(bytes_per_weight(update)).items()
         for lag in range(min(2, slots - 1))
-        for group in (1, 2, 4)
+        for group in (1, 2, 4, 8)
     ]
+    others += [_halved(config) for config in others if config.stages < 5 and not config.lag]
     return [first, *(config for config in others if config != first)]
 
 

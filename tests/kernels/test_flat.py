@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import BF16, DEVICES, F32, F64, INTERPRETED, RULES, check, gradient, make_update, twin
@@ -71,10 +73,12 @@ def test_value_clipping(rule, device) -> None:
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "lion"])
-def test_stochastic_rounding_has_the_reference_bits(rule, device) -> None:
+@pytest.mark.parametrize("shape", [(40, 200), (40, 201)])
+@pytest.mark.parametrize("offset", [78, 77])
+def test_stochastic_rounding_has_the_reference_bits(rule, shape, offset, device) -> None:
     torch.manual_seed(5)
-    update = make_update(rule, (40, 200), device, BF16)
-    expected, grad = twin(update, None), gradient((40, 200), device)
+    update = replace(make_update(rule, shape, device, BF16), offset=offset)
+    expected, grad = twin(update, None), gradient(shape, device)
     reference.apply_gradient(expected, grad)
     flat.apply_gradient(update, grad)
     for actual, wanted in [(update.weight, expected.weight)] + [
@@ -99,6 +103,18 @@ def test_non_finite_elements_are_left_out(rule, device) -> None:
     assert torch.equal(update.weight[bad], before.weight[bad])
     torch.testing.assert_close(update.weight[~bad].double(), expected.weight[~bad], rtol=2e-5, atol=2e-6)
     assert all(torch.isfinite(v).all() for v in update.state.values() if v.is_floating_point())
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("past", [0, 2])
+def test_a_step_of_zero_moves_no_weight(rule, past, device) -> None:
+    update = make_update(rule, (40, 200), device, past=past)
+    names = list(update.scalars)
+    update.row[names.index("step_size")], update.row[names.index("decay")] = 0.0, 1.0
+    before, grad = update.weight.clone(), gradient((40, 200), device)
+    grad[:20] = 0.0
+    flat.apply_gradient(update, grad)
+    assert torch.equal(update.weight, before)
 
 
 @pytest.mark.parametrize("limit", [float("nan"), 2.0**55])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 NAMES = {BF16: "bf16", F32: "fp32", torch.uint8: "u8"}
 # (rule, weight, dense moments) and the kibibytes of machine code at most, both groups' two paths together.
-CASES = [("adamw", BF16, BF16, 128), ("adamw8bit", BF16, BF16, 180), ("sgd", BF16, BF16, 80)]
+CASES = [("adamw", BF16, BF16, 112), ("adamw8bit", BF16, BF16, 160), ("sgd", BF16, BF16, 80)]
 CASES += [("gefen", BF16, BF16, 180), ("gefen-64", BF16, BF16, 180)]
 
 
@@ -33,8 +33,8 @@ def compile_for(update, config):
     kernel, chunk = hopper.weight_gradient_update, (hopper.CHUNK, hopper.CHUNK)
     values = [update.state[storage.name] for storage in hopper.streamed(update)]
     types = {
-        "dy": descriptor((hopper.TOKENS, hopper.TILE_ROWS), BF16),
-        "x": descriptor((hopper.TOKENS, hopper.TILE_COLUMNS), BF16),
+        "dy": descriptor((config.tokens, hopper.TILE_ROWS), BF16),
+        "x": descriptor((config.tokens, hopper.TILE_COLUMNS), BF16),
         "w": descriptor(chunk, update.weight.dtype),
         "row_ptr": "*fp32", "key_ptr": "*i32", "nonfinite_ptr": "*i32",
         **dict.fromkeys(["rows", "columns", "tokens", "offset", "group"], "i32"),
@@ -91,8 +91,23 @@ def test_every_configuration_fits(rule, dtype, moment_dtype, tokens) -> None:
 
     update = make_update(rule, (128, 128), "cpu", dtype, moment_dtype, past=0)
     for config in tuning.candidates(update, tokens):
-        used = config.stages * hopper.STAGE + config.slots * hopper.CHUNK**2 * hopper.bytes_per_weight(update)
+        stage = hopper.STAGE * config.tokens // hopper.TOKENS
+        used = config.stages * stage + config.slots * hopper.CHUNK**2 * hopper.bytes_per_weight(update)
         assert used <= hopper.SHARED and config.slots >= 2
+
+
+def test_the_table() -> None:
+    from lightning_memopt.kernels import tuning
+
+    for shape, tokens, moment_dtype, config in [
+        ((256, 256), 512, BF16, (4, 4, 0, 1, 64)),
+        ((256, 512), 512, BF16, (4, 4, 0, 8, 64)),
+        ((256, 512), 2048, BF16, (5, 2, 0, 2, 64)),
+        ((256, 256), 512, F32, (4, 2, 0, 1, 64)),
+        ((256, 256), 8192, F32, (8, 2, 0, 4, 32)),
+    ]:
+        update = make_update("adamw", shape, "cpu", BF16, moment_dtype, past=0)
+        assert tuning.default(update, tokens) == hopper.Config(*config)
 
 
 def test_small_layers_with_two_codes_take_two_passes(monkeypatch) -> None:
@@ -106,6 +121,7 @@ def test_small_layers_with_two_codes_take_two_passes(monkeypatch) -> None:
         config = tuning.default(update, 512)
         assert tuning.choose(update, dy, x) == (small or config)
         assert tuning.choose(update, dy, x, fused=True) == config
+        assert tuning.choose(update, dy.repeat(4, 1), x.repeat(4, 1)) == tuning.default(update, 2048)
         with monkeypatch.context() as large:
             large.setattr(tuning, "SLAB_ELEMENTS", 128)
             assert tuning.choose(update, dy, x) == config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.rounding import bits, round_stochastic, rounding_key
+from lightning_memopt.kernels.rounding import bits, round_stochastic, rounding_bits, rounding_key
 
 ALL = torch.arange(1 << 16, dtype=torch.int64)  # the low 16 bits of a float32, which bf16 drops
 
@@ -127,7 +127,7 @@ def test_keys_differ() -> None:
 def test_draws_of_different_keys_are_independent(first: tuple[int, int, str], second: tuple[int, int, str]) -> None:
     """The bits under two keys agree in half of all places, also shifted against each other by a few elements."""
     index = torch.arange(1 << 15)
-    a, b = (bits(rounding_key(*key), index) for key in (first, second))
+    a, b = (rounding_bits(rounding_key(*key), index) for key in (first, second))
     for shift in (0, 1, 2, 8):
         same = ~(a ^ b.roll(shift))
         for place in (0, 15, 16, 31):
@@ -137,7 +137,7 @@ def test_draws_of_different_keys_are_independent(first: tuple[int, int, str], se
 
 def test_bits_are_even() -> None:
     """Each of the 32 bits is set half the time, and a weight's bits tell nothing of its moment's."""
-    words = bits(rounding_key(0, 0, "w"), torch.arange(1 << 16))
+    words = rounding_bits(rounding_key(0, 0, "w"), torch.arange(1 << 16))
     spread = 5 * 0.5 / 256
     for place in range(32):
         assert abs(float((words >> place & 1).double().mean()) - 0.5) < spread, place
@@ -146,11 +146,57 @@ def test_bits_are_even() -> None:
         assert abs(float(agree.double().mean()) - 0.5) < spread, place
 
 
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("parity", [0, 1])
+def test_either_neighbour_rounds_without_bias(parity: int, low: bool) -> None:
+    """Even and odd elements, which share a hash, each round up with the probability that the distance gives."""
+    count = 1 << 18
+    for offset in (1 << 8, 1 << 13, 1 << 15, 54321):
+        x = floats(0x3F80, torch.full((count,), offset))
+        up = pattern(round_stochastic(x, rounding_key(7, offset, "w"), low=low))[parity::2] - 0x3F80
+        p = offset / (1 << 16)
+        assert abs(float(up.double().mean()) - p) <= 5 * math.sqrt(p * (1 - p) / (count / 2))
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_neighbours_round_independently(low: bool) -> None:
+    """Of two elements, one hash apart or two, both go up as often as chance has it, whatever their distances are."""
+    count = 1 << 18
+    for first, second in itertools.product((1 << 13, 1 << 15, 54321), repeat=2):
+        distances = torch.tensor([first, second]).repeat(count // 2)
+        up = pattern(round_stochastic(floats(0x3F80, distances), rounding_key(first, second, "w"), low=low)) - 0x3F80
+        both = first * second / (1 << 32)
+        for shift in (0, 1):
+            pairs = up.roll(-shift).view(-1, 2)
+            share = float(pairs.prod(1).double().mean())
+            assert abs(share - both) <= 5 * math.sqrt(both * (1 - both) / (count / 2)), shift
+
+
+def test_a_weight_and_its_moment_round_independently() -> None:
+    """An element's high and low bits decide as two coins do, for even and odd elements."""
+    count, half = 1 << 18, torch.full((1 << 18,), 1 << 15)
+    key = rounding_key(9, 9, "w")
+    weight, moment = (pattern(round_stochastic(floats(0x3F80, half), key, low=low)) - 0x3F80 for low in (False, True))
+    for parity in (0, 1):
+        share = float((weight * moment)[parity::2].double().mean())
+        assert abs(share - 0.25) <= 5 * math.sqrt(0.25 * 0.75 / (count / 2))
+
+
+def test_neighbours_share_a_hash() -> None:
+    """An even element takes its own bits, the odd one after it the same with their halves exchanged."""
+    key, even = rounding_key(1, 2, "w"), torch.arange(0, 1000, 2)
+    words = bits(key, even)
+    assert torch.equal(rounding_bits(key, even), words)
+    assert torch.equal(rounding_bits(key, even + 1), (words & 0xFFFF) << 16 | words >> 16)
+
+
 FROZEN_KEY = 3127133132
 FROZEN_BITS = [365679853, 844493179, 856835956]
+FROZEN_ROUNDING_BITS = [365679853, 3572307403, 856835956]
 
 
 def test_definition_is_frozen() -> None:
     """Resuming an old run must draw the same bits: the numbers that the definition gives."""
     assert rounding_key(0, 0, "weight") == FROZEN_KEY
     assert bits(FROZEN_KEY, torch.arange(3)).tolist() == FROZEN_BITS
+    assert rounding_bits(FROZEN_KEY, torch.arange(3)).tolist() == FROZEN_ROUNDING_BITS
