@@ -2,16 +2,19 @@
 
 ``python -m benchmarks.gefen_learning`` trains every optimizer at the same learning rate, on a GPU or CPU, and writes
 ``benchmarks/results/gefen_learning.csv`` (one line per evaluation), ``gefen_learning.md`` (final losses) and
-``docs/gefen_learning.png``. Runs that the CSV already has are not repeated. Nothing is downloaded: the text is the
-standard library's, the images are letters and digits in the fonts of matplotlib, a third of them kept for validation.
+``docs/gefen_learning.png``. Runs that the CSV already has are not repeated; ``--jobs`` of them run at the same time, as
+a small model leaves most of a GPU to others. Nothing is downloaded: the text is the standard library's, the images are
+letters and digits in the fonts of matplotlib, a third of them kept for validation.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -173,6 +176,12 @@ def images(small: bool, device: str) -> Task:
 TASKS = {"text": text, "images": images}
 
 
+@cache
+def make_task(name: str, small: bool, device: str) -> Task:
+    """One of `TASKS`, once in each process."""
+    return TASKS[name](small, device)
+
+
 # ---------------------------------------------------------------------------------------------------------- optimizers
 def bitsandbytes(params: list[nn.Parameter], **options: float) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit as TheirAdamW8bit
@@ -206,10 +215,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-def train(
-    name: str, task: Task, optimizer_name: str, seed: int, lr: float, steps: int, device: str
-) -> list[dict[str, object]]:
+def train(name: str, optimizer_name: str, seed: int, steps: int, small: bool, device: str) -> list[dict[str, object]]:
     """One run; cosine schedule with a short warm-up, bf16 autocast on a GPU."""
+    task = make_task(name, small, device)
+    lr = task.lr
     torch.manual_seed(seed)
     net = task.net().to(device)
     optimizer = OPTIMIZERS[optimizer_name](list(net.parameters()), lr=lr, weight_decay=0.1)
@@ -298,31 +307,37 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU, for each run")
     parser.add_argument("--small", action="store_true", help="tiny models and batches, to try the script")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--plots", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.results.mkdir(parents=True, exist_ok=True)
     file = args.results / "gefen_learning.csv"
     done = {(row["task"], row["optimizer"], int(row["seed"])) for row in read(file)}
-    for name in args.tasks:
-        task = TASKS[name](args.small, device)
-        for optimizer in args.optimizers:
-            for seed in range(args.seeds):
-                if (name, optimizer, seed) in done:
-                    continue
-                try:
-                    rows = train(name, task, optimizer, seed, task.lr, args.steps, device)
-                except ImportError as error:
-                    print(f"{optimizer}: {error}; left out")
-                    break
-                with file.open("a", newline="") as stream:
-                    writer = csv.DictWriter(stream, FIELDS)
-                    if stream.tell() == 0:
-                        writer.writeheader()
-                    writer.writerows(rows)
-                last = rows[-1]
-                print(f"{name}, {optimizer}, seed {seed}: {last['val_loss']:.4f} in {last['seconds']} s", flush=True)
+    # Seed by seed, so that what is stopped early still compares all optimizers.
+    cells = [(name, opt, seed) for seed in range(args.seeds) for name in args.tasks for opt in args.optimizers]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, context, initializer=torch.set_num_threads, initargs=(args.threads,)) as pool:
+        waiting = {
+            pool.submit(train, *cell, args.steps, args.small, device): cell for cell in cells if cell not in done
+        }
+        for future in as_completed(waiting):
+            name, optimizer, seed = waiting[future]
+            try:
+                rows = future.result()
+            except ImportError as error:
+                print(f"{optimizer}, seed {seed}: {error}; left out")
+                continue
+            with file.open("a", newline="") as stream:
+                writer = csv.DictWriter(stream, FIELDS)
+                if stream.tell() == 0:
+                    writer.writeheader()
+                writer.writerows(rows)
+            last = rows[-1]
+            print(f"{name}, {optimizer}, seed {seed}: {last['val_loss']:.4f} in {last['seconds']} s", flush=True)
     rows = read(file)
     (args.results / "gefen_learning.md").write_text(table(rows))
     plot(rows, args.plots / "gefen_learning.png")

@@ -29,7 +29,7 @@ import torch
 import triton
 
 from lightning_memopt.kernels import Update, flat, fused_hopper, gpu, tuning
-from lightning_memopt.optim import AdamW8bit, Lion
+from lightning_memopt.optim import AdamW8bit, Gefen, Lion
 from lightning_memopt.rules import rule_for
 
 LAYERS = ["4096x4096", "14336x4096", "4096x14336", "1024x4096", "128256x4096"]
@@ -40,6 +40,7 @@ RULES: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
     "AdamW bf16 moments": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}, BF16),
     "AdamW float32 moments": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}, F32),
     "AdamW8bit": (AdamW8bit, {"betas": (0.9, 0.95), "weight_decay": 0.1}, F32),
+    "Gefen": (Gefen, {"betas": (0.9, 0.95), "weight_decay": 0.1}, F32),
     "Lion bf16 momentum": (Lion, {"weight_decay": 0.1}, BF16),
     "SGD": (torch.optim.SGD, {}, BF16),
 }

@@ -220,7 +220,7 @@ CASES = (
         "SMET with Gefen",
         "exact",
         "as AdamW8bit; a regrown weight joins its block's second moment, so only the first corrects by its age; blocks "
-        "have the default length",
+        "have the default length, columns no factors",
         "Gefen",
     ),
     Case(

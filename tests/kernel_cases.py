@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import Update, reference
 from lightning_memopt.optim import AdamW8bit, Gefen, Lion
+from lightning_memopt.optim.gefen_columns import SCALE
 from lightning_memopt.optim.gefen_learning import CODEBOOK
 from lightning_memopt.rules import rule_for
 from lightning_memopt.rules.storage import Dense
@@ -79,6 +80,8 @@ def make_update(
     rule, group = rule_for(optimizer), optimizer.param_groups[0]
     storage = rule.storage(param, group, moment_dtype or dtype)
     state = optimizer.state[param] = rule.init_state(param, group, storage)
+    if SCALE in state:
+        state[SCALE] = torch.rand_like(state[SCALE]) * 3 + 0.2
     scale = -1.0 if group.get("maximize") else 1.0
     for step in range(past + 1):
         rule.prepare(optimizer)

@@ -36,7 +36,6 @@ from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_slabs
-from lightning_memopt.kernels.dispatch import learns
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, finite
 from lightning_memopt.rules import Rule
@@ -304,8 +303,7 @@ class ShardedUpdater(Updater):
         return codes or not slot.weight.is_cuda
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
-        if not update.weight.numel():  # this rank has no rows, but its state has the same entries as the others'
-            learns(update)
+        if not update.weight.numel():  # this rank has no rows
             return True
         return super()._apply(update, factors, grad)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import codes, tiles
 from lightning_memopt.kernels.update import Update
+from lightning_memopt.optim import gefen_columns
 from lightning_memopt.optim.gefen_blocks import Blocks
 from lightning_memopt.optim.gefen_learning import CODEBOOK
 from lightning_memopt.rules.gefen import BlockMean, LearnedCodes
@@ -120,7 +121,7 @@ def _random_bits(key, at, offset, columns):
 
 @triton.jit
 def step(
-    raw, start, place, valid, w_ptr, values, scales, row_ptr, key_ptr, nonfinite_ptr, offset,
+    raw, start, place, valid, w_ptr, values, scales, factor_ptr, row_ptr, key_ptr, nonfinite_ptr, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Take one step of rule `TILE` on a tile, in place; non-finite elements are left out and reported.
@@ -131,10 +132,11 @@ def step(
         raw: float32 [N, WIDTH] gradient; zero where not `valid`.
         start: int64 [N], offset of each run's first weight.
         place: Integers [N], the row that each run is in, negative for runs that do not exist; [N], the column it
-            begins at; and the length of a row.
+            begins at; and the length of a row. Without factors and short blocks, all may be taken for one long row.
         valid: [N, WIDTH], which lanes are weights.
         w_ptr: The weight, float32 or bf16.
         values, scales: Tuples of pointers to the rule's moments, and to their scales (any pointer where none).
+        factor_ptr: Factors of columns, float32, or None.
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
         offset: Low 32 bits of `Update.offset`.
         TILE, SCALARS: The rule's tile function and the number of its scalars.
@@ -158,6 +160,8 @@ def step(
     if len(KINDS) > 2:
         old2, unit2 = _load(values[2], scales[2], at, place, valid, bend, KINDS[2])
     w, g = tiles.prepare(old, raw, common)
+    if factor_ptr is not None:
+        g *= tl.load(factor_ptr + place[1][:, None] + tl.arange(0, raw.shape[1])[None, :], mask=valid, other=0.0)
     keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
     bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
     g2 = g * g
@@ -192,7 +196,7 @@ def step(
 class Arguments(NamedTuple):
     """An update as `step` takes it."""
 
-    tensors: tuple[Any, ...]  # from `w_ptr` to `nonfinite_ptr`
+    tensors: tuple[Any, ...]  # from `w_ptr` to `nonfinite_ptr`, see `step`
     offset: int
     constants: dict[str, object]
     copies: tuple[tuple[Tensor, Tensor], ...]  # (strided tensor of the update, contiguous stand-in for it)
@@ -237,6 +241,11 @@ def in_blocks(update: Update) -> bool:
     return any(codes.kind(storage) >= codes.SIGNED for storage in update.storage)
 
 
+def has_factors(update: Update) -> bool:
+    """Whether gradients are multiplied by a factor of their column."""
+    return gefen_columns.SCALE in update.state
+
+
 def arguments(update: Update) -> Arguments:
     """The pointers and constants of an update, for launch."""
     values = [update.state[storage.name] for storage in update.storage]
@@ -258,6 +267,7 @@ def arguments(update: Update) -> Arguments:
         contiguous[0],
         tuple(contiguous[1:]),
         tuple(scales),
+        update.state.get(gefen_columns.SCALE),
         update.row,
         update.row_key,
         update.nonfinite,

@@ -37,6 +37,9 @@ assert not _OFFSET.value & 0x00FFFF00
 _TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
 LIMIT = gefen.GefenRule.limit
 _LEAST, _LIMIT = tl.constexpr(gefen.LEAST), tl.constexpr(LIMIT)
+# A gradient element is surely below the limit if it is below this after its column's factor, which is at least the
+# root of 1/128 (`optim.gefen_columns`: the mean over a block of its inverse square is one).
+SURE = LIMIT / 16
 
 
 def kind(storage: Storage) -> int:

@@ -24,9 +24,6 @@ from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
 
-# Rows of an update that runs in plain torch, because a storage learns from it, are taken this many weights at a time.
-LEARN_ELEMENTS = 1 << 22
-
 
 def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
     """Take one step on a stored gradient of the weight's shape.
@@ -41,12 +38,6 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         repeat = update.memory.recall(update, gradient_key(grad, kernel))
         if repeat is not None and repeat(grad):
             return True
-    if learns(update):
-        finite, step = True, max(1, LEARN_ELEMENTS // max(1, grad[:1].numel()))
-        for start in range(0, len(grad), step):
-            stop = min(start + step, len(grad))
-            finite &= reference.apply_gradient(update.rows(start, stop), grad[start:stop])
-        return finite
     if _in_triton(update, kernel):
         from lightning_memopt.kernels import gpu
 
@@ -85,12 +76,6 @@ def _in_triton(update: Update, kernel: Kernel) -> bool:
     return gpu.supports(update)
 
 
-def learns(update: Update) -> bool:
-    """Whether a storage wants to see the gradient, for which the update runs in plain torch; completes the state."""
-    # A list, not a generator: each storage completes the state.
-    return any([storage.learns(update.state) for storage in update.storage])  # noqa: C419
-
-
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: Kernel) -> bool:
     """Take one step on dW = sum of dYᵀ x over `factors`, plus `grad` if autograd holds a part of the sum.
 
@@ -104,15 +89,13 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         repeat = update.memory.recall(update, factors_key(dy, x, kernel))
         if repeat is not None and repeat(dy, x):
             return True
-    if _in_triton(update, kernel) and not learns(update):
+    if _in_triton(update, kernel):
         from lightning_memopt.kernels import gpu
 
         gpu.apply_factors(update, factors, grad, kernel)
         return True
     rows, columns = update.weight.shape
     step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // max(1, columns))
-    if learns(update):
-        step = min(step, max(1, LEARN_ELEMENTS // max(1, columns)))
     dtype = reference.compute_dtype(update.weight)
     if step < rows and not finite(factors, grad, dtype, step, update.rule.limit):
         return False
@@ -130,9 +113,7 @@ def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel
     """
     if update.active is not None:
         return sparse.apply_slabs(update, slabs, kernel)
-    in_torch = learns(update)
     finite = True
     for start, stop, slab in slabs:
-        rows = update.rows(start, stop)
-        finite &= reference.apply_gradient(rows, slab) if in_torch else apply_gradient(rows, slab, kernel)
+        finite &= apply_gradient(update.rows(start, stop), slab, kernel)
     return finite

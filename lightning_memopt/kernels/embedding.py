@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import reference
-from lightning_memopt.kernels.dispatch import Kernel, apply_gradient, learns
+from lightning_memopt.kernels.dispatch import Kernel, apply_gradient
 from lightning_memopt.kernels.slabs import SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
@@ -65,7 +65,7 @@ def apply_embedding(
     rows, dtype = len(update.weight), reference.compute_dtype(update.weight)
     if update.active is not None:
         return apply_gradient(update, embedding_gradient(indices, dy, rows, dtype, padding_idx), kernel)
-    if not learns(update) and kernel != "reference" and update.weight.is_cuda:
+    if kernel != "reference" and update.weight.is_cuda:
         from lightning_memopt.kernels import blocks, embedding_triton
 
         if blocks.supports(update):

@@ -16,7 +16,8 @@ WEIGHTS, TOKENS = 1024, 4
 
 @triton.jit(do_not_specialize=["padding", "offset"])
 def embedding_update(
-    order, bounds, dy, w, values, scales, row, key, nonfinite, rows, columns, padding, offset, dy_token, dy_column,
+    order, bounds, dy, w, values, scales, factor, row, key, nonfinite,
+    rows, columns, padding, offset, dy_token, dy_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -45,8 +46,9 @@ def embedding_update(
     start = r.to(tl.int64) * columns + j * WIDTH
     place = (tl.where(r < rows, r, -1), j * WIDTH + r * 0, columns)
     blocks.step(
-        acc, start, place, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
-    )
+        acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
+        TILE, SCALARS, KINDS, STOCHASTIC,
+    )  # fmt: skip
 
 
 def apply_embedding(update: Update, tokens: Segments, dy: Tensor, padding_idx: int | None) -> None:

@@ -17,18 +17,18 @@ WEIGHTS = 2048
 
 @triton.jit(do_not_specialize=["row", "key", "nonfinite", "offset"])
 def flat_update(
-    grad, w, values, scales, row, key, nonfinite, total, columns, offset,
+    grad, w, values, scales, factor, row, key, nonfinite, total, columns, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    RAGGED: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
+    BY_ROWS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One step of rule `TILE` on `total` weights whose gradient is `grad`.
 
-    Runs of `WIDTH` follow each other without a gap, as if all were one row, unless `RAGGED`: then the last run of every
-    row of `columns` is short.
+    Runs of `WIDTH` follow each other without a gap, as if all were one row, unless `BY_ROWS`: then every row of
+    `columns` has its own, of which the last may be short.
     """
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
     lanes = tl.arange(0, WIDTH)[None, :]
-    if RAGGED:
+    if BY_ROWS:
         across = tl.cdiv(columns, WIDTH)
         first, line, length = (run % across) * WIDTH, run // across, columns
         start = line.to(tl.int64) * columns + first
@@ -40,7 +40,7 @@ def flat_update(
     g = tl.load(grad + (start[:, None] + lanes), mask=valid, other=0.0).to(tl.float32)
     place = (tl.where(start < total, line, -1), first, length)
     blocks.step(
-        g, start, place, valid, w, values, scales, row, key, nonfinite, offset,
+        g, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
         TILE, SCALARS, KINDS, STOCHASTIC,
     )  # fmt: skip
 
@@ -62,8 +62,8 @@ def call(update: Update, grad: Tensor, given: blocks.Arguments) -> Call:
     total = rows * columns
     width = blocks.width(update)
     runs = WEIGHTS // width
-    ragged = blocks.in_blocks(update) and columns % width != 0
-    count = rows * triton.cdiv(columns, width) if ragged else triton.cdiv(total, width)
+    by_rows = blocks.has_factors(update) or (blocks.in_blocks(update) and columns % width != 0)
+    count = rows * triton.cdiv(columns, width) if by_rows else triton.cdiv(total, width)
     arguments = (grad.contiguous(), *given.tensors, total, columns, given.offset)
-    constants = given.constants | {"RAGGED": ragged, "RUNS": runs, "WIDTH": width, "num_warps": 4}
+    constants = given.constants | {"BY_ROWS": by_rows, "RUNS": runs, "WIDTH": width, "num_warps": 4}
     return Call(flat_update, triton.cdiv(count, runs), arguments, constants, operands=1)

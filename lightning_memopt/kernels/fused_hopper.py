@@ -115,7 +115,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
     rows, columns = update.weight.shape
     chunk = (CHUNK, CHUNK)
     given = blocks.arguments(update)
-    _, _, shares, row, key, nonfinite = given.tensors
+    _, _, shares, factor, row, key, nonfinite = given.tensors
     descriptors = [_descriptor(update.state[storage.name], chunk) for storage in streamed(update)]
     scales = [
         share if codes.kind(storage) >= codes.SIGNED else None
@@ -130,6 +130,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         *[None] * (3 - len(descriptors)),
         *scales,
         *[None] * (3 - len(scales)),
+        factor,
         row,
         key,
         nonfinite,

@@ -54,19 +54,20 @@ def _step_parts(
             TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
         )  # fmt: skip
     else:
-        w, values, scales, row, key, nonfinite, offset = update
+        w, values, scales, factor, row, key, nonfinite, offset = update
         r = first_row + tl.arange(0, height)
         valid = (r < rows)[:, None] & (first_column + tl.arange(0, width) < columns)[None, :]
         start = r.to(tl.int64) * columns + first_column
         place = (tl.where(r < rows, r, -1), first_column + r * 0, columns)
         blocks.step(
-            acc, start, place, valid, w, values, scales, row, key, nonfinite, offset, TILE, SCALARS, KINDS, STOCHASTIC
-        )
+            acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
+            TILE, SCALARS, KINDS, STOCHASTIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "offset"])
 def weight_gradient_update(
-    dy, x, grad, w, values, scales, row, key, nonfinite, rows, columns, tokens, offset,
+    dy, x, grad, w, values, scales, factor, row, key, nonfinite, rows, columns, tokens, offset,
     dy_token, dy_row, x_token, x_column, grad_row, grad_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     STORED: tl.constexpr, PRECISION: tl.constexpr,
@@ -102,7 +103,7 @@ def weight_gradient_update(
     if STORED:
         grad_at = grad + r.to(tl.int64)[:, None] * grad_row + c.to(tl.int64)[None, :] * grad_column
         acc += tl.load(grad_at, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
-    update = (w, values, scales, row, key, nonfinite, offset)
+    update = (w, values, scales, factor, row, key, nonfinite, offset)
     _step_parts(acc, first_row, first_column, rows, columns, update, TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART)
 
 

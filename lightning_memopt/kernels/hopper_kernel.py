@@ -33,6 +33,7 @@ from lightning_memopt.kernels.hopper_update import (
     ACROSS,
     CHUNK,
     CHUNKS,
+    HALF,
     QUARTER,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -44,9 +45,9 @@ from lightning_memopt.kernels.hopper_update import (
 
 _ROWS, _COLUMNS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS)
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
-_QUARTER = gl.constexpr(QUARTER)
+_HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
-_LIMIT = gl.constexpr(codes.LIMIT)
+_SURE = gl.constexpr(codes.SURE)
 
 
 @gluon.jit
@@ -79,8 +80,7 @@ def _operands(dy, x, dy_ring, x_ring, full, empty, down, across, steps, group):
 def _multiply(i, dy_ring, x_ring, full, empty, steps):
     """All token steps of one tile, one wgmma in flight; the last one is still running on return."""
     stages: gl.constexpr = x_ring.type.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
-    acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, layout)
+    acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
     for t in range(steps):
         stage = i % stages
         mbarrier.wait(full.index(stage), (i // stages) & 1)
@@ -143,7 +143,7 @@ def _consume(
 ):  # fmt: skip
     """Every other tile of this program: its matmul while the other group updates, then its update."""
     dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn = shared[:9]
-    down, across, steps, group, rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scale_ptrs = shared[9:]
+    down, across, steps, group, rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scale_ptrs, factor = shared[9:]
     stages: gl.constexpr = x_ring.type.shape[0]
     SHARED: gl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
     common, own = tiles.scalars(row_ptr, SCALARS)
@@ -174,13 +174,19 @@ def _consume(
         mbarrier.wait(turn.index(GROUP), parity)
         acc, i = _multiply(i, dy_ring, x_ring, full, empty, steps)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
+        if factor is not None:
+            # While the last products are on their way; earlier, registers would have to be spilled for these.
+            at = column + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _HALF))
+            factors = gl.load(factor + at, mask=at < columns, other=1.0)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
         i += steps
+        if factor is not None:
+            acc *= factors[None, :]
         if SHARED:
-            # If the sum of all squares is below the limit's, so is each; NaN is not.
+            # If the sum of all squares is below the square of what surely can be taken, so is each; NaN is not.
             sums = row_sums(acc * acc)
-            all_finite = gl.sum(sums[0] + sums[1] + (sums[2] + sums[3]), 0) < _LIMIT * _LIMIT
+            all_finite = gl.sum(sums[0] + sums[1] + (sums[2] + sums[3]), 0) < _SURE * _SURE
         else:
             sums = (existing, existing, existing, existing)
             all_finite = tiles.small_enough(gl.sum(gl.sum(acc * acc, 1), 0))
@@ -188,18 +194,19 @@ def _consume(
         if all_finite & plain:
             update_tile(
                 acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
-                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, bend,
+                chunk_turn.index(1 - GROUP), rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
                 TILE, KINDS, WIDTH, STOCHASTIC, True,
             )  # fmt: skip
         else:
             if not SHARED:
-                # 0 * g is NaN for the elements that must be left out, and for no others.
+                # 0 * g is NaN for the elements that must be left out, and for no others. Where moments are shared,
+                # the update finds out.
                 all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
-            if not all_finite:
+            if not SHARED and not all_finite:
                 gl.store(nonfinite_ptr, 1)
             update_tile(
                 acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
-                chunk_turn.index(1 - GROUP), rings, scale_ptrs, common, own, bend,
+                chunk_turn.index(1 - GROUP), rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
                 TILE, KINDS, WIDTH, STOCHASTIC, False,
             )  # fmt: skip
         e += 2 * _CHUNKS
@@ -208,7 +215,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["row_ptr", "key_ptr", "nonfinite_ptr", "rows", "columns", "tokens", "offset", "group"])
 def weight_gradient_update(
-    dy, x, w, m0, m1, m2, scale0, scale1, scale2, row_ptr, key_ptr, nonfinite_ptr,
+    dy, x, w, m0, m1, m2, scale0, scale1, scale2, factor, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,
     TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr,
@@ -220,6 +227,7 @@ def weight_gradient_update(
         w, m0, m1, m2: Descriptors of the weight and of as many moments as `KINDS` has entries; a moment that blocks
             share has none.
         scale0, scale1, scale2: Of each moment, pointer to its blocks' scales, where it has any, or to what they share.
+        factor: Pointer to the factors of columns, or None.
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
         offset: Low 32 bits of `Update.offset`.
         group: Height of the bands in which tiles are taken.
@@ -262,7 +270,7 @@ def weight_gradient_update(
     steps = gl.cdiv(tokens, x.block_type.shape[0])
     shared = (
         dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn, down, across, steps, group,
-        rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, (scale0, scale1, scale2),
+        rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, (scale0, scale1, scale2), factor,
     )  # fmt: skip
     gl.warp_specialize(
         [

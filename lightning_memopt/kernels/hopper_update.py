@@ -19,13 +19,14 @@ from lightning_memopt.rules.storage_8bit import BLOCK
 TILE_ROWS, TILE_COLUMNS, CHUNK = 128, 128, BLOCK
 ACROSS = TILE_COLUMNS // CHUNK
 CHUNKS = TILE_ROWS // CHUNK * ACROSS
-# How a tile's half and quarter, which is a chunk, lie in the registers.
+# How a tile and its upper and lower half lie in the registers, and its quarter, which is a chunk.
 HALF = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_COLUMNS, 16])
 QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
+_COLUMNS = gl.constexpr(TILE_COLUMNS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _SLOW, _SIGNED, _POSITIVE = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED), gl.constexpr(codes.POSITIVE)
-_MEAN = gl.constexpr(codes.MEAN)
+_MEAN, _LIMIT = gl.constexpr(codes.MEAN), gl.constexpr(codes.LIMIT)
 
 
 @gluon.jit
@@ -66,13 +67,30 @@ def _block_sums(sums, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _left_out(acc, common):
-    """A tile's squared gradient where it is to be used, and where it is not.
+def _factors(factor, first, columns, layout: gl.constexpr, COUNT: gl.constexpr):
+    """Factors of the columns of a tile or chunk, [1, COUNT]; 1 without any."""
+    if factor is None:
+        return gl.full([1, COUNT], 1.0, gl.float32, layout)
+    else:
+        at = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
+        return gl.load(factor + at, mask=at < columns, other=1.0)[None, :]
 
-    Moments that a block shares have rules with decoupled decay only, so the weight has no part in the gradient.
+
+@gluon.jit
+def _clipped(raw, factors, common):
+    """A gradient that was multiplied by its columns' factors: scaled and clipped, and which of it can be used.
+
+    Clipping comes before the factors, so these multiply the bounds. Moments that a block shares have rules with
+    decoupled decay only, so the weight has no part in the gradient.
     """
-    keep = codes.below_limit(acc)
-    w, g = tiles.prepare(0.0, acc, common)
+    bound = common[1] * factors
+    return gl.minimum(gl.maximum(raw * common[0], -bound), bound), gl.abs(raw) < _LIMIT * factors
+
+
+@gluon.jit
+def _left_out(acc, factors, common):
+    """A tile's squared gradient where it is to be used, and where it is not."""
+    g, keep = _clipped(acc, factors, common)
     return gl.where(keep, g * g, 0.0), gl.where(keep, 0.0, 1.0)
 
 
@@ -120,13 +138,13 @@ def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTI
 
 @gluon.jit
 def _update_chunk(
-    raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, rings, common, own, bend,
+    raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, factors, rings, common, own, bend,
     TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on a chunk of weight and moments, in place in shared memory.
 
     Args:
-        raw: The chunk of dW.
+        raw: The chunk of dW, times its columns' factors.
         scales, scale_ptrs: Of each moment, every row's scale, or the moment that it shares, and where it lies; looked
             at where the moment is coded or shared.
         mean: The square of each row's gradient, averaged over the blocks that share a second moment.
@@ -134,6 +152,7 @@ def _update_chunk(
         mask: Which rows exist.
         first_mask: Those of them in which a block begins that shares a second moment.
         start: What a row contributes to the random bits.
+        factors: Of the chunk's columns, or 1.
         PLAIN: The gradient is finite and neither clipped by value nor coupled to the weight, as is nearly always so.
     """
     moments: gl.constexpr = len(KINDS)
@@ -152,15 +171,18 @@ def _update_chunk(
         old2, unit_m2 = _load(rings[3].index(slot), scales[2], bend, KINDS[2])
     if PLAIN:
         w, g, unit, unit2 = old * common[3], raw, common[0], common[0] * common[0]
+    elif SHARED:
+        w = old * common[3]
+        g, keep = _clipped(raw, factors, common)
     else:
         w, g = tiles.prepare(old, raw, common)
+        keep = tiles.finite(raw)
     g2 = g * g
     if SHARED:
         g2, unit2 = mean[:, None], 1.0
     w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, (unit, unit2, unit_m0, unit_m1, unit_m2), own)
     if not PLAIN:
         # What was bf16 before rounds to itself, so undoing the step in float32 is enough.
-        keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
         w = gl.where(keep, w, old)
         m0 = gl.where(keep, m0, old0 * unit_m0)
         m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1 * unit_m1)
@@ -209,7 +231,7 @@ def read_scales(pointers, mask, KINDS: gl.constexpr):
 @gluon.jit
 def update_tile(
     acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done, next_turn, rings,
-    scale_ptrs, common, own, bend,
+    scale_ptrs, factor, nonfinite_ptr, common, own, bend,
     TILE: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on the chunks `e`, `e` + 1, ... that make up the tile at `row` and `column`.
@@ -218,7 +240,10 @@ def update_tile(
     indexed, so what is left of dW moves up a place instead.
 
     Args:
+        acc: The tile of dW, times its columns' factors.
         sums: Of each chunk, the sums of its rows' squares; looked at where a second moment is shared.
+        factor: Pointer to the factors of columns, or None.
+        nonfinite_ptr: Set where a second moment is shared; for others the caller knows as much.
         scale_at, shared_at: Of each row of the first chunk, the index of its scale, and of its shared moment.
         WIDTH: Length of the blocks that share a second moment.
     """
@@ -230,8 +255,12 @@ def update_tile(
         if PLAIN:
             sums = _block_sums(sums, WIDTH)
         else:
-            squares, bad = _left_out(acc, common)
-            sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(row_sums(bad), WIDTH)
+            factors = _factors(factor, column, columns, _HALF, _COLUMNS)
+            squares, bad = _left_out(acc, factors, common)
+            counts = row_sums(bad)
+            if gl.sum(counts[0] + counts[1] + (counts[2] + counts[3]), 0) > 0:
+                gl.store(nonfinite_ptr, 1)
+            sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(counts, WIDTH)
     x0, x1, x2, x3 = quarters(acc)
     s0, s1, s2, s3 = scales
     t0, t1, t2, t3 = sums
@@ -246,7 +275,7 @@ def update_tile(
         at, shared = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
         pointers = scale_pointers(scale_ptrs, at, shared, KINDS)
         mask = (existing > r) & (column + k < columns)
-        mean, count = t0, n0
+        mean, count, own_factors = t0, n0, 1.0
         if SHARED:
             size = gl.minimum(columns - column - k // WIDTH * WIDTH, WIDTH)
             if PLAIN:
@@ -254,8 +283,10 @@ def update_tile(
             else:
                 count = size - n0
                 mean = codes.block_mean(t0, count)
+                own_factors = _factors(factor, column + k, columns, _QUARTER, _CHUNK)
         _update_chunk(
-            x0, slot, s0, mean, count, pointers, mask, mask & (k % WIDTH == 0), start, rings, common, own, bend,
+            x0, slot, s0, mean, count, pointers, mask, mask & (k % WIDTH == 0), start, own_factors, rings,
+            common, own, bend,
             TILE, KINDS, STOCHASTIC, PLAIN,
         )  # fmt: skip
         fence_async_shared()

@@ -37,6 +37,8 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
     w = weight.to(dtype)
     if scalars["l2"]:
         g = g.add(w, alpha=scalars["l2"])
+    for storage in update.storage:
+        g = storage.convert(update.state, g)
     if scalars["decay"] != 1.0:
         # torch multiplies the stored weight in place as well; for bf16, `w` is already a copy.
         w.mul_(scalars["decay"])
@@ -44,8 +46,6 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
     g2 = g * g
     for storage in update.storage:
         g2 = storage.share(update.state, g2)
-        if storage.learns(update.state):
-            storage.learn(update.state, g)
     entries = update.entries
     if entries is None:
         rule.update(w, g, g2, moments, scalars)

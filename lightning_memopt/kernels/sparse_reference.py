@@ -47,8 +47,6 @@ def apply_slabs(update: Update, slabs: Iterable[ActiveSlab]) -> bool:
     """
     active, columns = update.active, update.weight.shape[1]
     assert active is not None
-    for storage in update.storage:
-        storage.learns(update.state)  # completes the state, of which rows follow
     taken = 0
     for start, stop, slab, mask in slabs:
         if active.growth is not None:

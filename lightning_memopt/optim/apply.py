@@ -46,6 +46,8 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     Raises:
         RuntimeError: A gradient is sparse.
     """
+    if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        return  # as after a backward pass that took the step
     rule.prepare(optimizer)
     tables: dict[tuple[int, torch.device], StepScalars] = optimizer.__dict__.setdefault("_tables", {})
     first = 0

@@ -10,24 +10,15 @@ error in m counts by its size relative to the block, not to the single weight.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 BINS = 2048  # of a magnitude in [0, 1]
 LEVELS = 128  # magnitudes that have a code, 0 and 1 among them; with signs 255 values
 
 Floats = npt.NDArray[np.float64]
-
-
-def count(magnitudes: Tensor) -> Tensor:
-    """Histogram of magnitudes in [0, 1], any shape: int64 [BINS].
-
-    Zeros are left out: every layout represents them exactly.
-    """
-    bins = (magnitudes.flatten() * BINS).to(torch.int64).clamp_(max=BINS - 1)
-    return torch.bincount(torch.where(magnitudes.flatten() > 0, bins, BINS), minlength=BINS + 1)[:BINS]
 
 
 def centres(bins: int) -> Floats:
@@ -141,11 +132,27 @@ def curve(codes: Floats, bend: float | Floats) -> Floats:
     return codes / ((LEVELS - 1) * (1 + bend) - bend * np.abs(codes))
 
 
-def fit_bend(counts: npt.ArrayLike) -> float:
-    """The bend of `BENDS` with the least squared error over a histogram; next to `START_BEND` if that is empty."""
-    weights = np.asarray(counts, np.float64)
-    if not weights.any():
-        return float(BENDS[np.searchsorted(BENDS, START_BEND)])
-    x, bends = centres(len(weights)), BENDS[:, None]
+@cache
+def _errors(bins: int) -> Floats:
+    """Squared error that each of `BENDS` makes in the middle of each bin: [bends, bins]."""
+    x, bends = centres(bins), BENDS[:, None]
     codes = np.floor((LEVELS - 1) * (1 + bends) * x / (1 + bends * x) + 0.5)
-    return float(BENDS[np.argmin((x - curve(codes, bends)) ** 2 @ weights)])
+    return (x - curve(codes, bends)) ** 2
+
+
+def fit_bends(counts: npt.ArrayLike) -> Floats:
+    """For each row of counts the bend of `BENDS` with the least squared error; next to `START_BEND` if it is empty."""
+    weights = np.asarray(counts, np.float64)
+    best = BENDS[np.argmin(_errors(weights.shape[1]) @ weights.T, axis=0)]
+    return np.where(weights.any(1), best, BENDS[np.searchsorted(BENDS, START_BEND)])
+
+
+def spread_counts(counts: npt.ArrayLike, bend: float) -> Floats:
+    """The histogram, [weights, BINS], behind counts of each code of a curve, [weights, LEVELS].
+
+    A code stands for all magnitudes that are nearest to it, among which its count is spread evenly. Code 0 is left out:
+    it holds all zeros, which every layout represents exactly, and what else is in it no layout can tell from them.
+    """
+    edges = np.append(curve(np.arange(LEVELS - 1, dtype=np.float64) + 0.5, bend), 1.0)
+    shares = np.diff(np.clip(np.arange(BINS + 1) / BINS, edges[:-1, None], edges[1:, None]), axis=1)
+    return np.asarray(counts, np.float64)[:, 1:] @ (shares / np.diff(edges)[:, None])

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.optim.gefen_learning import HISTOGRAM
 from lightning_memopt.optim.shards import is_flat_shard
 
 # Options of torch's AdamW that choose between its implementations.
@@ -100,7 +99,7 @@ class Gefen(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch. Statistics of gradients that were all zero, which say nothing, are left out.
+        """As torch.
 
         Raises:
             UnsupportedError: The state lies on flat shards, from which FSDP would gather nonsense.
@@ -109,11 +108,7 @@ class Gefen(Optimizer):
             raise UnsupportedError(
                 f"{FLAT_SHARDS} Save weights only, for example ModelCheckpoint(save_weights_only=True)."
             )
-        saved = super().state_dict()
-        for i, state in saved["state"].items():
-            if HISTOGRAM in state and not state[HISTOGRAM].any():
-                saved["state"][i] = {key: state[key] for key in state if not key.endswith(("_histogram", "_fine"))}
-        return saved
+        return super().state_dict()
 
     def _on_flat_shards(self) -> bool:
         return any(is_flat_shard(param) for group in self.param_groups for param in group["params"])

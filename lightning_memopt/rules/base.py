@@ -8,6 +8,7 @@ What every optimizer of ``torch.optim`` does around its own formula is done once
 (`lightning_memopt.kernels.reference.update` and its Triton twin):
 
     g <- clamp(scale * g, -clip, clip) + l2 * w        gradient scale and sign, value clipping, coupled decay
+    g <- column_scale * g                              where moments are kept in other units: `optim.gefen_columns`
     w <- decay * w                                     decoupled weight decay
     w, moments <- rule.update(w, g, g2, moments)       g2 = g * g, or its mean over a block for shared moments
 """
@@ -72,7 +73,11 @@ class Rule:
                 )
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Called before every step of `optimizer`; may replace the tensors of its states."""
+        """Called before every step of `optimizer`; may replace the tensors of its states where they are `unsettled`."""
+
+    def unsettled(self, state: State) -> bool:
+        """Whether `prepare` is still to replace tensors of this state; later it may write to them only."""
+        return False
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """Names of the state tensors, torch's own keys, in the order `update` takes them."""

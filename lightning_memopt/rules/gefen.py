@@ -11,12 +11,11 @@ State of a weight [rows, columns]:
     exp_avg_sq      float32  [rows, columns / B], for blocks of B weights (`lightning_memopt.optim.gefen_blocks`)
     codebook        float32  on the CPU: [], bend k of the curve c / (127 (1+k) - k |c|);
                              or on the weight's device: [256], the value of each byte
+    column_scale    float32  [columns], what gradients are multiplied by before all this, from 64 rows on;
+    column_step     float32  on the CPU: [], when it was learned (`lightning_memopt.optim.gefen_columns`)
 
-The update uses m before it is encoded. While the codebook is being learned the state holds two more tensors, which
-`lightning_memopt.optim.gefen_learning` turns into codebook and block length before the next step:
-
-    exp_avg_histogram  int64    [bins], magnitudes of the first gradient in units of each scale
-    exp_avg_sq_fine    float32  [rows, columns / 64], means of its square
+The update uses m before it is encoded. Codebook and block length are learned between the first and the second step, by
+`lightning_memopt.optim.gefen_learning`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.optim import gefen_columns as columns
 from lightning_memopt.optim import gefen_learning as learning
-from lightning_memopt.optim.codebook import BINS, LEVELS, START_BEND, count
+from lightning_memopt.optim.codebook import LEVELS, START_BEND
 from lightning_memopt.optim.gefen import Gefen
 from lightning_memopt.optim.gefen_blocks import LEAST, Blocks, per_block
 from lightning_memopt.optim.gefen_learning import CODEBOOK
@@ -39,7 +39,7 @@ from lightning_memopt.optim.shards import as_rows, by_rows, local
 from lightning_memopt.rules.adam import AdamWRule
 from lightning_memopt.rules.base import Group, State
 from lightning_memopt.rules.storage import Dense, Rounder, Storage
-from lightning_memopt.rules.storage_8bit import BLOCK, TINY, Codes, block_scale
+from lightning_memopt.rules.storage_8bit import BLOCK, Codes, block_scale
 from lightning_memopt.sparsity.spans import Spans, where
 
 # Smaller tensors and vectors (biases, norms) keep AdamW's moments: they weigh nothing and are the most sensitive.
@@ -84,14 +84,14 @@ class LearnedCodes(Codes):
         }
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
-        """Rows of codes and scales; codebook and histogram are the whole weight's."""
+        """Rows of codes and scales; the codebook is the whole weight's."""
         views = {key: state[key][start:stop] for key in (self.name, self.scale_name)}
-        return views | {key: state[key] for key in (CODEBOOK, learning.HISTOGRAM) if key in state}
+        return views | {CODEBOOK: state[CODEBOOK]}
 
     def compact(self, state: Mapping[str, Any], entries: slice, rows: slice) -> dict[str, Any]:
-        """Codes of some active weights and scales of their rows; codebook and histogram are the whole weight's."""
+        """Codes of some active weights and scales of their rows; the codebook is the whole weight's."""
         views = {self.name: state[self.name][:, entries], self.scale_name: state[self.scale_name][rows]}
-        return views | {key: state[key] for key in (CODEBOOK, learning.HISTOGRAM) if key in state}
+        return views | {CODEBOOK: state[CODEBOOK]}
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Decode in float32."""
@@ -106,7 +106,7 @@ class LearnedCodes(Codes):
         code.copy_(encode(moment.float(), blocks.spread(scale.float(), code.shape), state[CODEBOOK]))
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As saved; a moment that was kept whole is learned from like a first gradient.
+        """As saved; from a moment that was kept whole the code is learned like from a first gradient.
 
         Raises:
             UnsupportedError: Codes without their codebook, or of another shape.
@@ -116,7 +116,7 @@ class LearnedCodes(Codes):
             state = self.create(param)
             own = {key: local(value) for key, value in state.items()}
             self.take(own, local(moment).to(own[self.name].device, torch.float32).view_as(own[self.name]))
-            return state | {key: own[key] for key in (learning.HISTOGRAM,) if key in own}
+            return state
         missing = [key for key in self.entries() if key not in saved]
         if missing:
             raise UnsupportedError(
@@ -129,55 +129,54 @@ class LearnedCodes(Codes):
                 f"the saved Gefen codes have shape {tuple(moment.shape)}, the weight {tuple(param.shape)}. State of "
                 "flat shards (strategy 'fsdp') belongs to one model, wrapping and world size."
             )
-        keys = [*self.entries(), *(key for key in (learning.HISTOGRAM,) if key in saved)]
-        state = {key: saved[key].detach().to(param.device, copy=True) for key in keys}
+        state = {key: saved[key].detach().to(param.device, copy=True) for key in self.entries()}
         if not state[CODEBOOK].dim():
             state[CODEBOOK] = state[CODEBOOK].cpu()
         return state
 
-    def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:
-        """Learn from it like from a first gradient, and encode it."""
-        if self.learns(state):
-            self.learn(state, moment)
-        self.save(state, moment, None)
-
-    def learns(self, state: MutableMapping[str, Any]) -> bool:
-        """Until the start-up curve is replaced."""
-        if not learning.is_learning(state):
-            return False
-        if learning.HISTOGRAM not in state:
-            state[learning.HISTOGRAM] = torch.zeros(BINS, dtype=torch.int64, device=state[self.name].device)
-        return True
-
-    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
-        """Count the magnitudes of the gradient in units of each block's largest."""
-        blocks, size = _blocks(state, state[self.scale_name]), g.float().abs()
-        state[learning.HISTOGRAM] += count(size / blocks.spread(blocks.largest(size).clamp_(min=TINY), g.shape))
-
 
 @dataclass(frozen=True)
 class BlockMean(Storage):
-    """The second moment, one float32 per block.
+    """The second moment, one float32 per block, and the factors of columns that make blocks even.
 
     Attributes:
         block: Block length of a fresh state.
         finest: Shortest block length that may replace it.
+        columns: How many columns have a factor, 0 or all.
     """
 
     block: int
     finest: int
+    columns: int
+
+    def entries(self) -> tuple[str, ...]:
+        """Means, and where there are factors, these and when they were learned."""
+        return (self.name, columns.SCALE, columns.LEARNED) if self.columns else (self.name,)
 
     def create(self, param: Tensor) -> dict[str, Tensor]:
-        """Zeros."""
+        """Zeros, and factors of one."""
+        return {self.name: self._zeros(param, self.block), **self._factors(param)}
+
+    def _zeros(self, param: Tensor, block: int) -> Tensor:
         param = as_rows(param)
-        return {self.name: by_rows(param, per_block(param.shape, self.block))}
+        return by_rows(param, per_block(param.shape, block))
+
+    def _factors(self, param: Tensor) -> dict[str, Tensor]:
+        if not self.columns:
+            return {}
+        ones = torch.ones(self.columns, dtype=torch.float32, device=param.device)
+        return {columns.SCALE: ones, columns.LEARNED: torch.tensor(0.0)}
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
-        """Rows of what is there."""
-        return {key: state[key][start:stop] for key in (self.name, learning.FINE) if key in state}
+        """Rows of the means; factors are the whole weight's."""
+        return {key: state[key][start:stop] if key == self.name else state[key] for key in self.entries()}
+
+    def convert(self, state: Mapping[str, Any], g: Tensor) -> Tensor:
+        """Every column times its factor."""
+        return g * state[columns.SCALE].view(1, *g.shape[1:]) if self.columns else g
 
     def per_block(self) -> dict[str, int]:
-        """All of it."""
+        """The means."""
         return {self.name: self.block}
 
     def load(self, state: MutableMapping[str, Any], dtype: torch.dtype) -> Tensor:
@@ -196,47 +195,33 @@ class BlockMean(Storage):
         mean.copy_(_blocks(state, mean).mean(moment).clamp_(min=LEAST))
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As saved; the mean over each block of a moment that was kept whole."""
-        saved_keys = [key for key in (self.name, learning.FINE) if key in saved]
-        state = {key: saved[key].detach().to(param.device, torch.float32, copy=True) for key in saved_keys}
-        whole = local(state[self.name])
-        if state[self.name].shape == param.shape:
-            state = self.create(param)
-            _write_mean(local(state[self.name]), whole)
-            if self.finest < self.block:
-                state[learning.FINE] = whole.new_empty(per_block(as_rows(whole).shape, self.finest))
-                _write_mean(state[learning.FINE], whole)
-        return state
+        """As saved, with factors of one where there were none yet.
+
+        Of a moment that was kept whole, means over the shortest blocks: they become longer, exactly, once their length
+        is chosen.
+        """
+        moment = saved[self.name].detach()
+        if moment.shape == param.shape:
+            zeros = self._zeros(param, self.finest)
+            means = local(zeros)
+            whole = local(moment).to(means.device, torch.float32).view(len(means), -1)
+            means.copy_(Blocks.of(whole, means).mean(whole).clamp_(min=LEAST))
+            return {self.name: zeros, **self._factors(param)}
+        factors = self._factors(param)
+        for key in factors.keys() & saved.keys():
+            factors[key].copy_(saved[key])
+        return {self.name: moment.to(param.device, torch.float32, copy=True), **factors}
 
     def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
         """The mean over each block, never zero."""
         blocks = _blocks(state, state[self.name])
         return blocks.spread(blocks.mean(g2).clamp_(min=LEAST), g2.shape)
 
-    def learns(self, state: MutableMapping[str, Any]) -> bool:
-        """Until the block length is chosen, if there is a choice."""
-        if self.finest == self.block or not learning.is_learning(state):
-            return False
-        if learning.FINE not in state:
-            mean = state[self.name]
-            columns = Blocks.of(state["exp_avg"], mean).columns
-            shape = (len(mean), -(-columns // self.finest))
-            state[learning.FINE] = torch.zeros(shape, dtype=torch.float32, device=mean.device)
-        return True
-
-    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
-        """The same mean over the finest blocks."""
-        _write_mean(state[learning.FINE], g.float().square())
-
 
 def _blocks(state: Mapping[str, Any], values: Tensor) -> Blocks | Spans:
     """The blocks that `values` belong to: of all weights, or of a sparse weight's active ones."""
     active = where(state)
     return Blocks.of(state["exp_avg"], values) if active is None else active.blocks(values)
-
-
-def _write_mean(means: Tensor, x: Tensor) -> None:
-    means.copy_(Blocks.of(x, means).mean(x).clamp_(min=LEAST))
 
 
 class GefenRule(AdamWRule):
@@ -246,17 +231,23 @@ class GefenRule(AdamWRule):
     scalar_names = (*AdamWRule.scalar_names, "bend")
     # A regrown weight joins the second moment of its block, which is as old as the parameter.
     aged_scalars = ("step_size",)
-    # The square of a larger one, summed over a block, would make the second moment of all its weights infinite.
+    # The square of a larger one, times its column's factor and summed over a block, could make the second moment of
+    # all its weights infinite.
     limit = 2.0**55
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Use what the last step learned."""
         for state in optimizer.state.values():
             # Read on the host at every step, and moved to the device by Lightning when it loads a checkpoint.
-            for key in ("step", CODEBOOK):
+            for key in ("step", CODEBOOK, columns.LEARNED):
                 if key in state and not state[key].dim() and state[key].device.type != "cpu":
                     state[key] = state[key].to("cpu", torch.float32)
         learning.finish(optimizer, self)
+        columns.learn(optimizer, self)
+
+    def unsettled(self, state: State) -> bool:
+        """Until code and blocks are learned."""
+        return learning.is_learning(state)
 
     def storage(self, param: Tensor, group: Group, dtype: torch.dtype) -> tuple[Storage, ...]:
         """Codes and block means for matrices, whole moments for what is too small to gain."""
@@ -265,7 +256,7 @@ class GefenRule(AdamWRule):
             whole = torch.float64 if param.dtype == torch.float64 else torch.float32
             return (Dense("exp_avg", whole), Dense("exp_avg_sq", whole, slow=True))
         lengths = learning.options(group, param)
-        return (LearnedCodes("exp_avg"), BlockMean("exp_avg_sq", lengths[0], lengths[-1]))
+        return (LearnedCodes("exp_avg"), BlockMean("exp_avg_sq", lengths[0], lengths[-1], columns.count(param)))
 
     def scalars(self, group: Group, state: State) -> dict[str, float]:
         """AdamW's, and the bend of the curve; 0 where there is none."""

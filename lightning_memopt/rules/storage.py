@@ -69,19 +69,13 @@ class Storage:
         """Fill fresh entries with a moment that was kept whole, float32."""
         self.save(state, moment, None)
 
+    def convert(self, state: Mapping[str, Any], g: Tensor) -> Tensor:
+        """The gradient in the units in which the rule's moments are kept."""
+        return g
+
     def share(self, state: Mapping[str, Any], g2: Tensor) -> Tensor:
         """What a second moment of this storage accumulates, given the squared gradient."""
         return g2
-
-    def learns(self, state: MutableMapping[str, Any]) -> bool:
-        """Whether `learn` wants to see the next gradient; updates that do run in plain torch.
-
-        Called with the whole parameter's state, which it may complete by what `learn` fills in.
-        """
-        return False
-
-    def learn(self, state: MutableMapping[str, Any], g: Tensor) -> None:
-        """Gather statistics of a gradient, or of some of its rows, that is about to be used."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all ranks, under parameter names."""
-        with sharded_checkpoint.settled(optimizer), portable.portable(optimizer):
+        with portable.portable(optimizer):
             return super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -8,8 +8,7 @@ only then turned into what the run's own optimizer keeps; torch's loading would 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward.sharded_slot import spread_rows
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.optim.gefen_learning import FINE, HISTOGRAM
+from lightning_memopt.optim.gefen_columns import SCALE
 from lightning_memopt.optim.shards import local
-from lightning_memopt.rules import rule_for
 from lightning_memopt.sparsity import portable
 from lightning_memopt.sparsity.state import COHORT
 
@@ -38,7 +36,7 @@ INCOMPLETE = "INCOMPLETE"
 # What Lightning and torch write last.
 CLOSING = ("meta.pt", ".metadata")
 # Entries of a parameter's state that are whole on every rank.
-WHOLE = ("codebook", HISTOGRAM)
+WHOLE = ("codebook", SCALE)
 
 
 class CompleteFolders(ModelParallelStrategy):
@@ -89,21 +87,6 @@ def refuse_incomplete(path: Path) -> None:
             f"{path} is not a complete checkpoint: the run that wrote it ended before all ranks were through. "
             "Resume from the one before it."
         )
-
-
-@contextmanager
-def settled(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the optimizer's state holds nothing that one rank alone knows."""
-    rule_for(optimizer).prepare(optimizer)
-    # Statistics that taught nothing, as all gradients were zero: gathering starts anew.
-    kept = [
-        (state, key, state.pop(key)) for state in optimizer.state.values() for key in (HISTOGRAM, FINE) if key in state
-    ]
-    try:
-        yield
-    finally:
-        for state, key, value in kept:
-            state[key] = value
 
 
 def load_module(path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:

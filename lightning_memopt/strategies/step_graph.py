@@ -160,9 +160,8 @@ class StepGraphs:
             return None
 
     def _unsettled(self) -> bool:
-        """Whether a state still learns from gradients, in plain torch, and will take another form."""
-        slots = self.updater.slots.values()
-        return any(storage.learns(slot.state) for slot in slots for storage in self.updater.storage(slot))
+        """Whether tensors of a state are still to be replaced."""
+        return any(slot.rule.unsettled(slot.state) for slot in self.updater.slots.values())
 
     def _key(self, batch: Any) -> Any:
         leaves, spec = pytree.tree_flatten(batch)

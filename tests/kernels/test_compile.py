@@ -42,7 +42,7 @@ def compile_kernel(module: str, moments: str, capability: int):
 
     values, scales, kinds, width = MOMENTS[moments]
     kernel, constants, warps = {
-        "flat": (flat.flat_update, {"RAGGED": False, "RUNS": flat.WEIGHTS // width}, 4),
+        "flat": (flat.flat_update, {"BY_ROWS": "gefen" in moments, "RUNS": flat.WEIGHTS // width}, 4),
         "fused_triton": (
             fused_triton.weight_gradient_update,
             {
@@ -61,6 +61,10 @@ def compile_kernel(module: str, moments: str, capability: int):
         "w": "*bf16", "values": values, "scales": scales, "row": "*fp32", "key": "*i32",
         "nonfinite": "*i32", "offset": "i32",
     }  # fmt: skip
+    if "gefen" in moments:
+        signature["factor"] = "*fp32"
+    else:
+        constants["factor"] = None
     constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "WIDTH": width}
     constants |= {name: value for name, value in signature.items() if isinstance(value, int)}
     divisible = [["tt.divisibility", 16]]

@@ -10,6 +10,7 @@ from kernel_cases import BF16, DEVICES, F32, F64, INTERPRETED, RULES, check, gra
 
 from lightning_memopt.kernels import reference
 from lightning_memopt.optim.gefen_blocks import Blocks
+from lightning_memopt.optim.gefen_columns import SCALE
 
 flat = pytest.importorskip("lightning_memopt.kernels.flat", exc_type=ImportError)
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
@@ -39,7 +40,10 @@ def test_shapes(rule, shape, device) -> None:
 
 
 @pytest.mark.parametrize("rule", ["gefen", "gefen-64"])
-@pytest.mark.parametrize("shape", [(41, 100), (36, 192), (2, 4097), (60, 16, 3, 3)])
+@pytest.mark.parametrize(
+    "shape",
+    [(41, 100), (36, 192), (2, 4097), (60, 16, 3, 3), (70, 100), (64, 192), (65, 130), (64, 128), (64, 5, 3, 5)],
+)
 def test_blocks_of_a_shared_moment(rule, shape, device) -> None:
     torch.manual_seed(9)
     step_both(make_update(rule, shape, device, BF16), gradient(shape, device))
@@ -66,10 +70,10 @@ def test_strided_tensors(rule, device) -> None:
     torch.testing.assert_close(weight.double(), expected.weight, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", ["adam", "sgd-momentum"])
-def test_value_clipping(rule, device) -> None:
+@pytest.mark.parametrize(("rule", "rows"), [("adam", 9), ("sgd-momentum", 9), ("gefen", 66)])
+def test_value_clipping(rule, rows, device) -> None:
     torch.manual_seed(4)
-    step_both(make_update(rule, (9, 70), device, clip=0.1), gradient((9, 70), device))
+    step_both(make_update(rule, (rows, 70), device, clip=0.1), gradient((rows, 70), device))
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "lion"])
@@ -119,15 +123,17 @@ def test_a_step_of_zero_moves_no_weight(rule, past, device) -> None:
 
 @pytest.mark.parametrize("limit", [float("nan"), 2.0**55])
 @pytest.mark.parametrize("rule", ["gefen", "gefen-64"])
-def test_a_shared_moment_is_the_mean_over_what_is_left(rule, limit, device) -> None:
+@pytest.mark.parametrize("rows", [40, 70])  # without and with a factor per column
+def test_a_shared_moment_is_the_mean_over_what_is_left(rows, rule, limit, device) -> None:
     torch.manual_seed(8)
-    update, shape = make_update(rule, (40, 200), device), (40, 200)
+    update, shape = make_update(rule, (rows, 200), device), (rows, 200)
     before, grad = twin(update, None), gradient(shape, device)
     bad = torch.rand(shape, device=device) < 0.05
     bad[3], bad[4, :128] = True, True  # blocks with nothing left
     flat.apply_gradient(update, grad.masked_fill(bad, -limit))
     assert update.nonfinite.item() == 1
     first = update.storage[0]
+    grad = grad * update.state.get(SCALE, 1.0)
     blocks, s = Blocks.of(grad, update.state["exp_avg_sq"]), update.scalars
     count = blocks.split((~bad).double()).sum(2)
     mean = blocks.split(grad.masked_fill(bad, 0).double() ** 2).sum(2) / count.clamp(min=1)

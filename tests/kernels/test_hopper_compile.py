@@ -54,6 +54,10 @@ def compile_for(update, config):
             types[f"scale{i}"] = "*fp32" if kind == codes.MEAN else "*bf16"
         else:
             constants[f"scale{i}"] = None
+    if blocks.has_factors(update):
+        types["factor"] = "*fp32"
+    else:
+        constants["factor"] = None
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gefen_cases import equal, through_a_file, weight
 from torch import Tensor, nn
 
 import lightning_memopt as memopt
 from lightning_memopt.rules.storage_8bit import BLOCK
 
 SHAPE = (40, 300)  # rows of blocks of which the last is short
-
-
-def weight(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(seed)
-    return nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype))
 
 
 def gradients(shape: tuple[int, ...] = SHAPE, seed: int = 1) -> Callable[[], Tensor]:
@@ -36,25 +31,10 @@ def train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grad: Callable[
         optimizer.step()
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return a == b
-
-
 # --------------------------------------------------------------------------------------------------------- arithmetic
 def oracle(w: Tensor, g: Tensor, state: dict[str, Any], block: int, group: dict[str, Any]) -> tuple[Tensor, ...]:
     """One step in float64, block by block, from the formulas; returns weight, moment before coding, scales and v."""
-    w, g = w.double().clone(), g.double()
+    w, g = w.double().clone(), g.double() * state.get("column_scale", torch.ones(())).double()
     codes, codebook = state["exp_avg"].view(torch.int8).double(), state["codebook"].double()
     t = float(state["step"]) + 1
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -79,22 +59,25 @@ def oracle(w: Tensor, g: Tensor, state: dict[str, Any], block: int, group: dict[
 
 @pytest.mark.parametrize("codebook", ["curve", "table"])
 @pytest.mark.parametrize("block", [None, 32, 128, 512])
-def test_steps_are_those_of_a_float64_oracle(block: int | None, codebook: str) -> None:
-    param, grad = weight(), gradients()
+@pytest.mark.parametrize("rows", [40, 72])  # without and with a factor per column
+def test_steps_are_those_of_a_float64_oracle(rows: int, block: int | None, codebook: str) -> None:
+    shape = (rows, 300)
+    param, grad = weight(shape), gradients(shape)
     optimizer = memopt.Gefen([param], lr=1e-2, weight_decay=0.1, block=block, codebook=codebook)  # type: ignore[arg-type]
     (group,), state = optimizer.param_groups, optimizer.state[param]
     length = block or 128
     for step in range(8):
         before, g = param.detach().clone(), grad()
         if step == 0:
-            old = {"exp_avg": torch.zeros(SHAPE, dtype=torch.uint8), "codebook": torch.tensor(0.9), "step": 0}
-            old |= {"exp_avg_scale": torch.zeros(40, 5), "exp_avg_sq": torch.zeros(40, -(-SHAPE[1] // length))}
+            old = {"exp_avg": torch.zeros(shape, dtype=torch.uint8), "codebook": torch.tensor(0.9), "step": 0}
+            old |= {"exp_avg_scale": torch.zeros(rows, 5), "exp_avg_sq": torch.zeros(rows, -(-shape[1] // length))}
         else:
             old = copy.deepcopy(dict(state))
         param.grad = g
         optimizer.step()
-        if step == 1:
-            continue  # the codebook was replaced before this step: see the tests of learning
+        if step in (1, 4):
+            continue  # codebook or factors were learned before this step: see the tests of learning
+        assert ("column_scale" in old and bool((old["column_scale"] != 1).any())) == (rows == 72 and step > 4)
         w, m, scales, v = oracle(before, g, old, length, group)
         assert torch.allclose(param.detach().double(), w, rtol=1e-6, atol=1e-7)
         stored = state["exp_avg_scale"].double()
@@ -104,34 +87,52 @@ def test_steps_are_those_of_a_float64_oracle(block: int | None, codebook: str) -
         every = torch.arange(-127, 128)
         book = state["codebook"].double()
         values = book[every] if book.dim() else every / (127 * (1 + book) - book * every.abs())
-        x = m / stored.repeat_interleave(BLOCK, 1)[:, : SHAPE[1]]
+        x = m / stored.repeat_interleave(BLOCK, 1)[:, : shape[1]]
         code = state["exp_avg"].view(torch.int8).long()
         error = (values[code + 127] - x).abs()
         best = (values - x[..., None]).abs().min(-1).values
         assert (error - best).max() < 2e-4 and (error - best > 1e-6).double().mean() < 0.01
 
 
+def better_factors(r: Tensor, m: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """What moments of one and the same step say of the factors of columns, and how second moments follow; by blocks."""
+    new, growth = r.clone(), torch.ones_like(v)
+    for start in range(0, len(r), block):
+        at = slice(start, start + block)
+        share = (m[:, at] ** 2 / v[:, at]).mean(0)
+        share = torch.where(share > 0, share / share.mean(), 1.0) if share.any() else torch.ones_like(share)
+        c = share / r[at] ** 2
+        new[at] = 1 / (c / c.mean()).clamp(min=1 / 64).sqrt()
+        growth[:, at] = (share * (new[at] / r[at]) ** 2).mean()
+    return new, growth
+
+
 def shared_adamw(w: Tensor, grads: list[Tensor], block: int, lr: float, decay: float) -> Tensor:
-    """AdamW in float64 with whole first moments and a second moment shared by hand."""
+    """AdamW in float64 with whole first moments and a second moment shared by hand; factors from 64 rows on."""
     w, m, v = w.double().clone(), torch.zeros_like(w).double(), torch.zeros_like(w).double()
+    r = torch.ones_like(w[0])
     for t, g in enumerate(grads, 1):
-        g = g.double()
+        if len(w) >= 64 and t in (5, 9, 17, 33, 65):
+            new, growth = better_factors(r, m, v, block)
+            m, v, r = m * (new / r), v * growth, new
+        g = g.double() * r
         shared = torch.cat([p.square().mean(1, keepdim=True).expand_as(p) for p in g.split(block, 1)], 1)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * shared
         w = w * (1 - lr * decay) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
     return w
 
 
-@pytest.mark.parametrize(("block", "tolerance"), [(64, 0.01), (128, 0.01)])
-def test_runs_follow_adamw_with_shared_second_moments_up_to_quantisation(block: int, tolerance: float) -> None:
-    param, grad = weight(), gradients()
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("rows", [40, 72])
+def test_runs_follow_adamw_with_shared_second_moments_up_to_quantisation(rows: int, block: int) -> None:
+    param, grad = weight((rows, 300)), gradients((rows, 300))
     start, grads = param.detach().clone(), [grad() for _ in range(60)]
     optimizer = memopt.Gefen([param], lr=1e-2, weight_decay=0.1, block=block)
     todo = iter(grads)
     train(optimizer, param, lambda: next(todo), len(grads))
     expected = shared_adamw(start, grads, block, 1e-2, 0.1)
     way = (expected - start).norm()
-    assert (param.detach() - expected).norm() / way < tolerance
+    assert (param.detach() - expected).norm() / way < 0.01
 
 
 @pytest.mark.parametrize("shape", [(32, 16, 3, 3), (8, 40, 96), (700, 9), (2, 5000), (5000, 1)])
@@ -145,7 +146,7 @@ def test_tensors_of_any_shape_are_cut_along_their_first_dimension(shape: tuple[i
 
 
 def test_float64_weights_are_updated_in_float64() -> None:
-    param, grad = weight(dtype=torch.float64), gradients()
+    param, grad = weight(SHAPE, dtype=torch.float64), gradients()
     start, grads = param.detach().clone(), [grad().double() for _ in range(3)]
     todo = iter(grads)
     train(memopt.Gefen([param], lr=1e-3, block=128), param, lambda: next(todo), 1)
@@ -170,10 +171,10 @@ def test_small_tensors_and_vectors_are_updated_as_by_adamw() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- learning
 def test_the_code_is_learned_once_after_the_first_step() -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param])
     train(optimizer, param, grad, 1)
-    assert "exp_avg_histogram" in optimizer.state[param]
+    assert optimizer.state[param]["codebook"] == torch.tensor(0.9)
     train(optimizer, param, grad, 1)
     learned = optimizer.state[param]["codebook"].clone()
     assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "codebook"}
@@ -182,7 +183,7 @@ def test_the_code_is_learned_once_after_the_first_step() -> None:
 
 
 def test_the_table_pins_zero_and_ends_at_one_and_serves_all_weights() -> None:
-    params = [weight(), weight((64, 64))]
+    params = [weight(SHAPE), weight((64, 64))]
     optimizer = memopt.Gefen(params, codebook="table")
     for _ in range(2):
         for param in params:
@@ -196,7 +197,7 @@ def test_the_table_pins_zero_and_ends_at_one_and_serves_all_weights() -> None:
 
 
 def test_shorter_blocks_get_the_second_moment_they_would_have_had() -> None:
-    shape = (64, 512)
+    shape = (256, 512)
     scale = torch.tensor([1.0, 10.0]).repeat_interleave(64).repeat(4)
     runs = []
     for block in (None, 64):
@@ -208,9 +209,12 @@ def test_shorter_blocks_get_the_second_moment_they_would_have_had() -> None:
             optimizer.step()
         runs.append(optimizer.state[param])
     chosen, fixed = runs
-    assert block == 64 or optimizer.state[even]["exp_avg_sq"].shape == (64, 4)
-    assert chosen["exp_avg_sq"].shape == (64, 8)
-    assert torch.allclose(chosen["exp_avg_sq"], fixed["exp_avg_sq"], rtol=1e-6)
+    assert block == 64 or optimizer.state[even]["exp_avg_sq"].shape == (256, 4)
+    assert chosen["exp_avg_sq"].shape == (256, 8)
+    # Up to the rounding of the codes that say how a block's second moment divides; together they are exact.
+    assert torch.allclose(chosen["exp_avg_sq"], fixed["exp_avg_sq"], rtol=0.02)
+    both = [state["exp_avg_sq"].unflatten(1, (4, 2)).mean(2) for state in (chosen, fixed)]
+    assert torch.allclose(*both, rtol=1e-5)
 
 
 def test_blocks_stay_long_where_neighbours_agree() -> None:
@@ -221,18 +225,17 @@ def test_blocks_stay_long_where_neighbours_agree() -> None:
 
 
 def test_learning_waits_for_a_gradient_that_is_not_zero() -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param], weight_decay=0.0)
     train(optimizer, param, lambda: torch.zeros(SHAPE), 3)
     start = float(optimizer.state[param]["codebook"])
     assert optimizer.state_dict()["state"][0].keys() == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "codebook"}
     train(optimizer, param, grad, 2)
-    assert float(optimizer.state[param]["codebook"]) != start
-    assert "exp_avg_histogram" not in optimizer.state[param]
+    assert start == torch.tensor(0.9) and float(optimizer.state[param]["codebook"]) != start
 
 
 def test_learning_does_not_wait_for_ever() -> None:
-    param = weight()
+    param = weight(SHAPE)
     optimizer = memopt.Gefen([param])
     train(optimizer, param, lambda: torch.zeros(SHAPE), 11)
     assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "codebook"}
@@ -256,7 +259,7 @@ def dead_columns() -> Tensor:
 @pytest.mark.parametrize("codebook", ["curve", "table"])
 @pytest.mark.parametrize("dead", [dead_rows, dead_columns])
 def test_coordinates_without_gradient_never_move(dead: Callable[[], Tensor], codebook: str, dtype: torch.dtype) -> None:
-    param, grad, live = weight(dtype=dtype), gradients(), dead()
+    param, grad, live = weight(SHAPE, dtype=dtype), gradients(), dead()
     start = param.detach().clone()
     optimizer = memopt.Gefen([param], lr=1e-3, weight_decay=0.0, codebook=codebook)  # type: ignore[arg-type]
     train(optimizer, param, lambda: grad() * live, 100)
@@ -284,7 +287,7 @@ def test_weights_of_constant_zero_inputs_never_move() -> None:
 
 
 def test_a_layer_unfrozen_later_learns_then() -> None:
-    params = [weight(seed=0), weight(seed=1)]
+    params = [weight(SHAPE, seed=0), weight(SHAPE, seed=1)]
     optimizer = memopt.Gefen(params, lr=1e-3, codebook="table")
     for step in range(6):
         params[0].grad = torch.randn(SHAPE)
@@ -293,12 +296,11 @@ def test_a_layer_unfrozen_later_learns_then() -> None:
     states = [optimizer.state[param] for param in params]
     assert torch.equal(states[0]["codebook"], states[1]["codebook"])
     assert [int(state["step"]) for state in states] == [6, 3]
-    assert all("exp_avg_histogram" not in state for state in states)
 
 
 @pytest.mark.parametrize("size", [1e6, 1e12, 3e16])
 def test_huge_gradients_take_no_huge_step(size: float) -> None:
-    param, start = weight(), weight().detach()
+    param, start = weight(SHAPE), weight(SHAPE).detach()
     g = torch.randn(SHAPE).clamp(-1, 1)
     g[3, 4] = size
     g[5] *= size
@@ -313,7 +315,7 @@ def test_huge_gradients_take_no_huge_step(size: float) -> None:
 
 @pytest.mark.parametrize("size", [4e16, 1e25, 1e38])
 def test_gradients_whose_squares_overflow_are_left_out(size: float) -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param])
     train(optimizer, param, grad, 3)
     before, state = param.detach().clone(), copy.deepcopy(dict(optimizer.state[param]))
@@ -326,7 +328,7 @@ def test_gradients_whose_squares_overflow_are_left_out(size: float) -> None:
 @pytest.mark.parametrize("size", [1e-20, 1e-30, 1e-38, 1e-44])
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 def test_denormal_gradients_take_no_step_larger_than_the_learning_rate(size: float, eps: float) -> None:
-    param, start = weight(), weight().detach()
+    param, start = weight(SHAPE), weight(SHAPE).detach()
     optimizer = memopt.Gefen([param], lr=1e-3, eps=eps, weight_decay=0.0)
     train(optimizer, param, lambda: torch.randn(SHAPE).clamp(-3, 3) * size, 5)
     assert torch.isfinite(param).all()
@@ -336,7 +338,7 @@ def test_denormal_gradients_take_no_step_larger_than_the_learning_rate(size: flo
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_left_out(bad: float) -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param])
     for steps in (0, 3):
         train(optimizer, param, grad, steps)
@@ -366,7 +368,7 @@ def test_bf16_weights_are_rounded_stochastically_and_reproducibly() -> None:
 
 # --------------------------------------------------------------------------------------------------- as torch's AdamW
 def test_groups_are_live_and_can_be_added() -> None:
-    params = [weight(seed=i) for i in range(3)]
+    params = [weight(SHAPE, seed=i) for i in range(3)]
     start = [param.detach().clone() for param in params]
     groups = [{"params": params[:1], "lr": 0.0, "weight_decay": 0.0}, {"params": params[1:2], "betas": (0.5, 0.9)}]
     optimizer = memopt.Gefen(groups, lr=1e-2)
@@ -383,7 +385,7 @@ def test_groups_are_live_and_can_be_added() -> None:
 
 
 def test_schedulers_and_warm_restarts_work() -> None:
-    param = weight()
+    param = weight(SHAPE)
     optimizer = memopt.Gefen([param], lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)  # also cycles betas
     for _ in range(9):
@@ -394,7 +396,7 @@ def test_schedulers_and_warm_restarts_work() -> None:
 
 
 def test_closures_make_the_gradients() -> None:
-    param, target = weight(), torch.zeros(SHAPE)
+    param, target = weight(SHAPE), torch.zeros(SHAPE)
     optimizer = memopt.Gefen([param], lr=1e-2)
 
     def closure() -> Tensor:
@@ -413,7 +415,7 @@ def test_closures_make_the_gradients() -> None:
 )
 def test_arguments_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        memopt.Gefen([weight()], **options)
+        memopt.Gefen([weight(SHAPE)], **options)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -441,7 +443,7 @@ def test_the_factory_spares_biases_and_norms_from_decay() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_resuming_is_exact(steps: int, dtype: torch.dtype, codebook: str) -> None:
     def fresh() -> tuple[list[nn.Parameter], memopt.Gefen]:
-        params = [weight(dtype=dtype), weight((256,), dtype)]
+        params = [weight(SHAPE, dtype=dtype), weight((256,), dtype)]
         return params, memopt.Gefen(params, lr=1e-2, codebook=codebook)  # type: ignore[arg-type]
 
     def go_on(params: list[nn.Parameter], optimizer: memopt.Gefen, first: int, last: int) -> None:
@@ -467,7 +469,7 @@ def test_resuming_is_exact(steps: int, dtype: torch.dtype, codebook: str) -> Non
 
 
 def test_loading_copies() -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param])
     train(optimizer, param, grad, 3)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -479,17 +481,17 @@ def test_loading_copies() -> None:
 
 @pytest.mark.parametrize("lost", ["codebook", "exp_avg_scale"])
 def test_codes_without_their_codebook_are_refused(lost: str) -> None:
-    param, grad = weight(), gradients()
+    param, grad = weight(SHAPE), gradients()
     optimizer = memopt.Gefen([param])
     train(optimizer, param, grad, 3)
     saved = optimizer.state_dict()
     del saved["state"][0][lost]
     with pytest.raises(memopt.UnsupportedError, match=f"no '{lost}'"):
-        memopt.Gefen([weight()]).load_state_dict(saved)
+        memopt.Gefen([weight(SHAPE)]).load_state_dict(saved)
 
 
 def test_codes_of_another_shape_are_refused() -> None:
-    param = weight()
+    param = weight(SHAPE)
     optimizer = memopt.Gefen([param])
     train(optimizer, param, gradients(), 3)
     with pytest.raises(memopt.UnsupportedError, match="shape"):
@@ -497,7 +499,7 @@ def test_codes_of_another_shape_are_refused() -> None:
 
 
 def test_adamw_checkpoints_convert() -> None:
-    param, twin = weight(), weight()
+    param, twin = weight(SHAPE), weight(SHAPE)
     bias, bias_twin = weight((64,)), weight((64,))
     adamw = torch.optim.AdamW([twin, bias_twin], lr=3e-3, betas=(0.8, 0.99), weight_decay=0.2, fused=False)
     grad = gradients()
@@ -512,7 +514,7 @@ def test_adamw_checkpoints_convert() -> None:
     (group,) = ours.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.8, 0.99), 0.2)
     assert ours.state[param]["step"] == 20
-    expected = torch.stack([part.mean() for part in adamw.state[twin]["exp_avg_sq"][3].split(128)])
+    expected = torch.stack([part.mean() for part in adamw.state[twin]["exp_avg_sq"][3].split(64)])
     assert torch.allclose(ours.state[param]["exp_avg_sq"][3], expected)
     assert torch.equal(ours.state[bias]["exp_avg"], adamw.state[bias_twin]["exp_avg"])
     param.grad, bias.grad = grad(), torch.randn(64)
@@ -520,14 +522,16 @@ def test_adamw_checkpoints_convert() -> None:
     start = param.detach().clone()
     ours.step()
     adamw.step()
-    assert "exp_avg_histogram" not in ours.state[param] and ours.state[param]["codebook"] != 0.9
+    longer = torch.stack([part.mean() for part in adamw.state[twin]["exp_avg_sq"][3].split(128)])
+    assert torch.allclose(ours.state[param]["exp_avg_sq"][3], longer, rtol=0.05)
+    assert ours.state[param]["codebook"] != torch.tensor(0.9)
     assert torch.allclose(bias, bias_twin)
     ours_way, theirs_way = (param - start).flatten(), (twin - start).flatten()
     assert torch.nn.functional.cosine_similarity(ours_way, theirs_way, dim=0) > 0.85
 
 
 def test_load_from_adamw_refuses_another_state() -> None:
-    param = weight()
+    param = weight(SHAPE)
     sgd = torch.optim.SGD([param], momentum=0.9)
     train(sgd, param, gradients(), 1)
     with pytest.raises(ValueError, match="AdamW"):

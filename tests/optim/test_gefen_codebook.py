@@ -7,16 +7,15 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_memopt.optim.codebook import (
     BINS,
     LEVELS,
     START_BEND,
-    count,
     curve,
-    fit_bend,
+    fit_bends,
     optimal_levels,
+    spread_counts,
     squared_error,
 )
 
@@ -29,7 +28,11 @@ def noise(kind: str, block: int = 128, blocks: int = 4000) -> np.ndarray:
         "laplace": generator.laplace(size=(blocks, block)),
         "student": generator.standard_t(3, size=(blocks, block)),
     }[kind]
-    return count(torch.from_numpy(np.abs(x) / np.abs(x).max(1, keepdims=True))).numpy()
+    return np.histogram(np.abs(x) / np.abs(x).max(1, keepdims=True), BINS, (0, 1))[0]
+
+
+def fit_bend(counts: np.ndarray) -> float:
+    return float(fit_bends(counts[None])[0])
 
 
 def brute_force(counts: np.ndarray, levels: int) -> float:
@@ -104,6 +107,30 @@ def test_a_learned_bend_is_never_the_start_up_one() -> None:
     assert all((fit_bend(noise(kind)) * 64) % 1 == 0 for kind in ("normal", "student"))
 
 
-def test_count_leaves_out_zeros() -> None:
-    counts = count(torch.tensor([[0.0, 0.25, 1.0], [0.0, 1e-9, 0.25]]))
-    assert counts.sum() == 4 and counts[BINS // 4] == 2 and counts[-1] == 1 and counts[0] == 1
+@pytest.mark.parametrize("kind", ["normal", "laplace", "student"])
+def test_codes_tell_as_much_as_a_histogram(kind: str) -> None:
+    counts = noise(kind)
+    x = (np.arange(BINS) + 0.5) / BINS
+    k = START_BEND
+    codes = np.floor((LEVELS - 1) * (1 + k) * x / (1 + k * x) + 0.5).astype(int)
+    used = np.bincount(codes, counts, LEVELS)
+    spread = spread_counts(used[None], k)[0]
+    assert spread.sum() == pytest.approx(used[1:].sum())
+    codes, bend = np.arange(float(LEVELS)), fit_bend(spread)
+    best = squared_error(counts, curve(codes, fit_bend(counts)))
+    assert squared_error(counts, curve(codes, bend)) < 1.002 * best
+    assert squared_error(counts, optimal_levels(spread)) < 1.03 * squared_error(counts, optimal_levels(counts))
+
+
+def test_bends_of_a_large_model_are_fitted_at_once() -> None:
+    counts = np.stack([noise(kind) for kind in ("normal", "laplace", "student")] * 75)
+    fit_bends(counts[:1])
+    start = time.perf_counter()
+    bends = fit_bends(counts)
+    assert time.perf_counter() - start < 1.0
+    assert np.array_equal(bends[:3], [fit_bend(row) for row in counts[:3]])
+
+
+def test_a_weight_without_gradients_gets_a_bend_next_to_the_start() -> None:
+    (bend,) = fit_bends(np.zeros((1, BINS)))
+    assert START_BEND < bend < START_BEND + 1 / 64

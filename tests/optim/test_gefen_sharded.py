@@ -108,10 +108,18 @@ def check_fsdp2(rank: int, folder: Path) -> None:
             state, expected = optimizer.state[param], plain.state[twin]
             assert state.keys() == expected.keys()
             if "codebook" in state:
-                assert torch.allclose(state["codebook"], expected["codebook"])
+                # A single code that rounds the other way moves the best values of all 255 by a hair.
+                assert torch.allclose(state["codebook"], expected["codebook"], atol=1e-4)
                 ours, theirs = moment(state), moment(expected)
                 assert (ours - theirs).norm() < 0.01 * theirs.norm()
                 assert torch.allclose(state["exp_avg_sq"].full_tensor(), expected["exp_avg_sq"], rtol=1e-3)
+                if "column_scale" in state:
+                    r = state["column_scale"]
+                    assert state["column_step"] == 4 and (r - 1).abs().max() > 0.1
+                    assert torch.allclose(r, expected["column_scale"], rtol=1e-3)
+                    ranks = [torch.empty_like(r) for _ in range(2)]
+                    dist.all_gather(ranks, r)
+                    assert torch.equal(*ranks)
 
         # What torch's tools gather is what they scatter, here into a fresh optimizer.
         saved = get_optimizer_state_dict(module, optimizer)

@@ -122,7 +122,7 @@ def test_state_and_scratch_of_torch_are_those_of_its_own_step():
         ("bnb_adamw8bit", 2 + 8 / 256),
         ("forge_adamw", 8),
         ("forge_adamw8bit", 2 + 8 / 128),
-        ("forge_gefen", 1 + 8 / 128),
+        ("forge_gefen", 1 + 8 / 128 + 4 / 256),
         ("forge_lion", 4),
         ("forge_sgd", 0),
     ],
