@@ -147,7 +147,7 @@ class BlockMean(Storage):
 
     block: int
     finest: int
-    columns: int
+    columns: int = 0
 
     def entries(self) -> tuple[str, ...]:
         """Means, and where there are factors, these and when they were learned."""
