@@ -108,7 +108,6 @@ METHODS = (
     ("forge_fsdp", "gefen", "auto"),
     ("forge_fsdp", "adamw8bit", "auto"),
     ("forge_fsdp", "adamw", "reduce"),
-    ("forge_fsdp", "adamw", "exchange"),
     ("fsdp2", "bnb_adamw8bit", "auto"),
 )
 
