@@ -114,6 +114,13 @@ def test_shared_moments_without_some_elements_are_the_flat_kernel_s(rule, bad) -
     torch.testing.assert_close(shared, wanted, rtol=2e-5, atol=0)
 
 
+@pytest.mark.parametrize("rule", ["gefen", "gefen-64"])
+def test_large_gradients_below_the_limit_are_used(rule) -> None:
+    torch.manual_seed(8)
+    # Their squares add up to more than can be told from a sum, so each is looked at.
+    step_both(make_update(rule, (256, 272), "cuda", BF16), *(2.0**26 * part for part in factors(3, 256, 272, BF16)))
+
+
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
 def test_two_runs_agree_bitwise(rule) -> None:
     torch.manual_seed(6)
