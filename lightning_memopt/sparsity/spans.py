@@ -9,7 +9,7 @@ as the weight is. Blocks of consecutive active weights would depend on how many 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log2
 from typing import Any
 
@@ -43,6 +43,7 @@ class Where:
 
     at: Tensor
     columns: int
+    _known: dict[int, Spans] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bits: Tensor, total: int, columns: int) -> Where:
@@ -53,9 +54,13 @@ class Where:
     def blocks(self, values: Tensor) -> Spans:
         """The blocks that `values`, [rows, spans in a row], belong to."""
         count, length = values.shape[1], 1
-        while -(-self.columns // length) > count:
-            length *= 2
-        return Spans(self.at // self.columns * count + self.at % self.columns // length, len(values), count)
+        if count not in self._known:
+            while -(-self.columns // length) > count:
+                length *= 2
+            row = self.at // self.columns
+            number = (self.at - row * self.columns) // length + row * count if count > 1 else row
+            self._known[count] = Spans(number, len(values), count)
+        return self._known[count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +78,7 @@ class Spans:
 
     def spread(self, values: Tensor, shape: object = None) -> Tensor:
         """A fresh row [1, active], from one value per block."""
-        return values.reshape(-1)[self.number][None]
+        return values.reshape(-1).index_select(0, self.number)[None]
 
     def largest(self, x: Tensor) -> Tensor:
         """Largest magnitude in each block, 0 in empty ones: [rows, count]."""

@@ -15,7 +15,7 @@ import lightning_memopt as memopt
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.kernels import Update, sparse, sparse_reference
 from lightning_memopt.kernels.active import Active, Ages, Largest
-from lightning_memopt.kernels.sparse_gradient import accumulate
+from lightning_memopt.kernels.sparse_gradient import accumulate, active_slabs
 from lightning_memopt.sparsity.bits import make_index, pack, unpack
 from lightning_memopt.sparsity.state import gather
 
@@ -84,6 +84,31 @@ def test_fused(shape, tokens, dtype, device) -> None:
     both(update, factors=[tuple(pair) for pair in factors], fused=True)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_parts_of_a_shard(rows, device, monkeypatch) -> None:
+    """A gradient that comes in parts, of a weight that is the lower rows of another: random bits go by place."""
+    torch.manual_seed(7)
+    monkeypatch.setattr(sparse, "_in_triton", lambda update: True)
+    shape, mask = (14, 50), random_mask((14, 50), 0.4, device)
+    whole = sparsify(make_update("adamw", shape, device, BF16, BF16, "stochastic"), mask)
+    lower = sparsify(make_update("adamw", (8, 50), device, BF16, BF16, "stochastic"), mask[6:])
+    grad, first = gradient(shape, device), int(mask[:6].sum())
+    lower.weight.copy_(whole.weight[6:])
+    for key in ("exp_avg", "exp_avg_sq"):
+        lower.state[key].copy_(whole.state[key][:, first:])
+    lower.active.cohort.copy_(whole.active.cohort[first:])
+    whole = replace(whole, offset=0)
+    lower = replace(lower, offset=300, key=whole.key, row=whole.row, row_key=whole.row_key)
+    for update in (whole, lower):
+        update.active.growth = Largest(20, 1)
+    sparse.in_triton(whole, (), grad, 100, fused=False)
+    assert sparse.apply_slabs(lower, ((i, min(i + rows, 8), grad[6:][i : i + rows]) for i in range(0, 8, rows)), "auto")
+    assert torch.equal(lower.weight, whole.weight[6:])
+    assert torch.equal(lower.state["exp_avg_sq"], whole.state["exp_avg_sq"][:, first:])
+    scores = grad.abs().view(-1).masked_fill(mask.view(-1), -1.0)[300:]
+    assert torch.equal(lower.active.growth.runs, 300 + scores.argsort(descending=True, stable=True)[:20])
+
+
 def test_empty_tiles_are_skipped(device) -> None:
     """An empty tile is left before its operands are read: NaN there changes nothing and is not reported."""
     torch.manual_seed(3)
@@ -119,10 +144,10 @@ def test_growth_scores_do_not_depend_on_slabs(run, device) -> None:
     grad = (gradient(mask.shape, device) * 4).round()
     found = []
     for rows in (1, 5, 24):
-        update = sparsify(make_update("adamw", tuple(mask.shape), device), mask)
+        update = replace(sparsify(make_update("adamw", tuple(mask.shape), device), mask), offset=3 * mask.shape[1])
         update.active.growth = Largest(30, run)
         sparse.in_triton(update, (), grad, rows, fused=False)
-        found.append(update.active.growth.runs)
+        found.append(update.active.growth.runs - 3 * mask.shape[1] // run)
     scores = grad.abs().view(-1, run).sum(1).masked_fill(mask.view(-1, run)[:, 0], -1.0)
     wanted = scores.argsort(descending=True, stable=True)[:30]
     assert all(torch.equal(runs, wanted) for runs in found)
@@ -140,7 +165,8 @@ def test_accumulated_gradient(dtype, rows, device) -> None:
     for factors in ((), ((dy, x),)):
         update = sparsify(make_update("adamw", shape, device), mask)
         update.active.stored = torch.zeros(int(mask.sum()), device=device)
-        accumulate(update.active.stored, update.active.bits, [(dy, x), (2 * dy, x)], rows)
+        slabs = active_slabs(shape, update.active.bits, [(dy, x), (2 * dy, x)], None, None, F32, rows)
+        accumulate(update.active.stored, slabs)
         torch.testing.assert_close(update.active.stored, 3 * (dy.float().t() @ x.float())[mask])
         both(update, factors=factors, rows=rows, fused=True)
 

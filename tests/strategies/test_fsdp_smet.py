@@ -405,3 +405,28 @@ def test_bf16_resumes_bitwise(two: Ranks, tmp_path: Path) -> None:
     run(2, {2: two}, save=tmp_path / "a.ckpt", **options, **SEVEN)
     resumed = run(2, {2: two}, ckpt_path=tmp_path / "a.ckpt", **options, **THIRTEEN)
     assert furthest(resumed, run(2, {2: two}, **options, **THIRTEEN)) == 0
+
+
+class Buffers(pl.Callback):
+    """Sizes of the buffers that gradients of sparse layers wait in, and of what they may at most be."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        callback = next(c for c in trainer.callbacks if isinstance(c, memopt.SMET))  # type: ignore[attr-defined]
+        for layer in callback.layers.values():
+            assert layer.slot.buffer is None
+            if layer.buffer is not None:
+                assert layer.buffer.numel() == layer.own
+                layer.waited = True  # type: ignore[attr-defined]
+
+
+def waited(trainer: pl.Trainer) -> bool:
+    callback = next(c for c in trainer.callbacks if isinstance(c, memopt.SMET))  # type: ignore[attr-defined]
+    return all(hasattr(layer, "waited") for layer in callback.layers.values())
+
+
+def test_waiting_gradients_are_those_of_active_weights(two: Ranks) -> None:
+    """What `reduce` accumulates has an element per active weight of the rank's rows."""
+    callbacks = [memopt.SMET(**OPTIONS), Buffers()]
+    make, options = partial(Module, net=Deep), {"max_steps": 3, "accumulate_grad_batches": 3}
+    results = two(train, make, {"route": "reduce"}, inspect=waited, callbacks=callbacks, **options)
+    assert all(result["said"] for result in results)
