@@ -107,15 +107,15 @@ def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr
 
 
 @triton.jit
-def _random_bits(key, at, offset, columns):
+def _random_bits(key, start, offset, columns, WIDTH: tl.constexpr):
     """`tiles.random_bits` of a tile: where runs begin at even elements, as nearly always, one hash for two of them."""
+    first = start + offset
     if (offset | columns) & 1 == 0:
-        pairs = tl.reshape((at + offset).to(tl.uint32), (at.shape[0], at.shape[1] // 2, 2))
-        even, odd = tl.split(pairs)
-        random = tiles.mix(tiles.spread(even) + key.to(tl.uint32))
-        random = tl.reshape(tl.join(random, tiles.turned(random)), at.shape)
+        even = tiles.spread(tl.arange(0, WIDTH // 2) * 2) + key.to(tl.uint32)
+        random = tiles.mix(tiles.spread(first)[:, None] + even[None, :])
+        random = tl.reshape(tl.join(random, tiles.turned(random)), (first.shape[0], WIDTH))
     else:
-        random = tiles.random_bits(key, at + offset)
+        random = tiles.random_bits(key, first[:, None] + tl.arange(0, WIDTH)[None, :])
     return random
 
 
@@ -163,23 +163,25 @@ def step(
     if factor_ptr is not None:
         g *= tl.load(factor_ptr + place[1][:, None] + tl.arange(0, raw.shape[1])[None, :], mask=valid, other=0.0)
     keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
-    bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
+    # One operation per element tells that all may be kept; only where it does not, each is looked at.
+    doubtful = tiles.small_enough(tl.sum(tl.sum(raw * raw, 1), 0)) == 0
     g2 = g * g
     if SHARED:
         index, exists, count = _blocks(place, raw.shape[1], raw.shape[1])
-        if bad:
+        if doubtful:
             g2 = tl.where(keep, g2, 0.0)
             count = tl.sum((keep & valid).to(tl.int32), 1)[:, None].to(count.dtype)
         # The tile function computes with one value per block, as often as there are blocks.
         g2 = codes.block_mean(tl.sum(g2, 1)[:, None], count)
     w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, (1.0, 1.0, unit0, unit1, unit2), own)
-    if bad:
-        tl.store(nonfinite_ptr, 1)
+    if doubtful:
+        bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
+        tl.store(nonfinite_ptr, 1, mask=bad)
         w = tl.where(keep, w, old)
         m0 = tl.where(keep, m0, old0 * unit0)
         m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1 * unit1)
         m2 = tl.where(keep, m2, old2 * unit2)
-    random = _random_bits(tl.load(key_ptr), at, offset, place[2])
+    random = _random_bits(tl.load(key_ptr), start, offset, place[2], raw.shape[1])
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:

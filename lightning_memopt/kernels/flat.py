@@ -19,12 +19,13 @@ WEIGHTS = 2048
 def flat_update(
     grad, w, values, scales, factor, row, key, nonfinite, total, columns, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    BY_ROWS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
+    BY_ROWS: tl.constexpr, WHOLE: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One step of rule `TILE` on `total` weights whose gradient is `grad`.
 
     Runs of `WIDTH` follow each other without a gap, as if all were one row, unless `BY_ROWS`: then every row of
-    `columns` has its own, of which the last may be short.
+    `columns` has its own, of which the last may be short. `WHOLE` says that no run of any program is short or missing,
+    so that nothing is masked.
     """
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
     lanes = tl.arange(0, WIDTH)[None, :]
@@ -37,8 +38,10 @@ def flat_update(
         start = run.to(tl.int64) * WIDTH
         first, line, length = start, run * 0, total
         valid = start[:, None] + lanes < total
+    if WHOLE:
+        valid = tl.full((RUNS, WIDTH), 1, tl.int1)
     g = tl.load(grad + (start[:, None] + lanes), mask=valid, other=0.0).to(tl.float32)
-    place = (tl.where(start < total, line, -1), first, length)
+    place = (line if WHOLE else tl.where(start < total, line, -1), first, length)
     blocks.step(
         g, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
         TILE, SCALARS, KINDS, STOCHASTIC,
@@ -65,5 +68,6 @@ def call(update: Update, grad: Tensor, given: blocks.Arguments) -> Call:
     by_rows = blocks.has_factors(update) or (blocks.in_blocks(update) and columns % width != 0)
     count = rows * triton.cdiv(columns, width) if by_rows else triton.cdiv(total, width)
     arguments = (grad.contiguous(), *given.tensors, total, columns, given.offset)
-    constants = given.constants | {"BY_ROWS": by_rows, "RUNS": runs, "WIDTH": width, "num_warps": 4}
+    whole = count * width == total and count % runs == 0
+    constants = given.constants | {"BY_ROWS": by_rows, "WHOLE": whole, "RUNS": runs, "WIDTH": width, "num_warps": 4}
     return Call(flat_update, triton.cdiv(count, runs), arguments, constants, operands=1)

@@ -30,8 +30,9 @@ from lightning_memopt.rules.base import COMMON_SCALARS
 # Constants of `kernels.rounding.bits`.
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 _COMMON = tl.constexpr(len(COMMON_SCALARS))
-# Scales of the gradient whose square a float32 holds, and sums of squares that leave room for more.
-_LEAST_SCALE, _MOST_SQUARES = tl.constexpr(2.0**-40), tl.constexpr(2.0**120)
+# Scales of the gradient whose square a float32 holds, and sums of squares that leave room for more, of elements below
+# the limit of any rule (`Rule.limit`).
+_LEAST_SCALE, _MOST_SQUARES = tl.constexpr(2.0**-40), tl.constexpr(2.0**100)
 # A step size that moves nothing, yet far from what a float32 cannot divide by.
 _NO_STEP = tl.constexpr(2.0**-100)
 # The interpreter runs numpy, not PTX.

@@ -42,7 +42,7 @@ def compile_kernel(module: str, moments: str, capability: int):
 
     values, scales, kinds, width = MOMENTS[moments]
     kernel, constants, warps = {
-        "flat": (flat.flat_update, {"BY_ROWS": "gefen" in moments, "RUNS": flat.WEIGHTS // width}, 4),
+        "flat": (flat.flat_update, {"BY_ROWS": "gefen" in moments, "WHOLE": True, "RUNS": flat.WEIGHTS // width}, 4),
         "fused_triton": (
             fused_triton.weight_gradient_update,
             {
