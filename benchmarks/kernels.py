@@ -201,14 +201,23 @@ def main() -> None:
                 table.append(measure(rows, columns, tokens, name, bandwidth, arguments.rounds))
                 print("  ".join(str(value) for value in table[-1].values()), flush=True)
                 torch.cuda.empty_cache()
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        fields = {key: None for row in table for key in row}
-        with arguments.output.open("w", newline="") as file:
-            file.write(f"# {about}; copy {bandwidth / 1e9:.2f} TB/s; python -m benchmarks.kernels\n")
-            writer = csv.DictWriter(file, list(fields), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+                if arguments.output:
+                    write(
+                        arguments.output,
+                        f"# {about}; copy {bandwidth / 1e9:.2f} TB/s; python -m benchmarks.kernels",
+                        table,
+                    )
+
+
+def write(path: Path, about: str, table: list[dict[str, Any]]) -> None:
+    """The whole table anew, so that a run that is cut short keeps what it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {key: None for row in table for key in row}
+    with path.open("w", newline="") as file:
+        file.write(about + "\n")
+        writer = csv.DictWriter(file, list(fields), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
 
 
 if __name__ == "__main__":
