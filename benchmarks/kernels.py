@@ -192,7 +192,8 @@ def main() -> None:
         raise SystemExit("the fused kernel that this compares needs a Hopper GPU")
     bandwidth = copy_bandwidth()
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{about}, copy {bandwidth / 1e9:.2f} TB/s")
+    about += f"; copy {bandwidth / 1e9:.2f} TB/s"
+    print(about)
     table = []
     for layer in arguments.layers:
         rows, columns = (int(size) for size in layer.split("x"))
@@ -214,7 +215,7 @@ def write(path: Path, about: str, table: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {key: None for row in table for key in row}
     with path.open("w", newline="") as file:
-        file.write(about + "\n")
+        file.write(f"# {about}\n")
         writer = csv.DictWriter(file, list(fields), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
