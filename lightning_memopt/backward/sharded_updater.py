@@ -37,7 +37,7 @@ from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_slabs
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, finite
+from lightning_memopt.kernels.slabs import finite, slab_rows
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.state import MASK
@@ -290,7 +290,7 @@ class ShardedUpdater(Updater):
             return True
         limit, dtype = slot.rule.limit, compute_dtype(slot.param)
         if factors:
-            sound = finite(factors, grad, dtype, max(1, SLAB_ELEMENTS // max(1, slot.param.shape[1])), limit)
+            sound = finite(factors, grad, dtype, slab_rows(slot.param.shape[1], slot.weight.device), limit)
         else:
             sound = grad is None or bool((grad.abs() < limit).all())
         if slot.sparse is not None and slot.sparse.stored is not None:

@@ -17,7 +17,7 @@ from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, slabs
+from lightning_memopt.kernels.slabs import slab_rows, slabs
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -223,7 +223,7 @@ class Slot:
         first = self.buffer is None
         if self.buffer is None:
             self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        rows = max(1, SLAB_ELEMENTS // max(1, weight.shape[1]))
+        rows = slab_rows(weight.shape[1], weight.device)
         for start, stop, slab in slabs(self.factors, None, dtype, rows) if self.factors else ():
             self.buffer[start:stop] += slab
         self.factors, self.versions = [], []

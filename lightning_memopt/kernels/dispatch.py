@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import reference, sparse
 from lightning_memopt.kernels.memory import factors_key, gradient_key
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, finite, slabs
+from lightning_memopt.kernels.slabs import Factors, finite, slab_rows, slabs
 from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
@@ -95,7 +95,7 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         gpu.apply_factors(update, factors, grad, kernel)
         return True
     rows, columns = update.weight.shape
-    step = rows if kernel == "reference" else max(1, SLAB_ELEMENTS // max(1, columns))
+    step = rows if kernel == "reference" else slab_rows(columns, update.weight.device)
     dtype = reference.compute_dtype(update.weight)
     if step < rows and not finite(factors, grad, dtype, step, update.rule.limit):
         return False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import reference
 from lightning_memopt.kernels.dispatch import Kernel, apply_gradient
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS
+from lightning_memopt.kernels.slabs import slab_rows
 from lightning_memopt.kernels.update import Update
 
 
@@ -86,7 +86,7 @@ def _slabs(update: Update, indices: Tensor, dy: Tensor, padding_idx: int | None)
     """The dense gradient a few rows at a time: (start, stop, slab)."""
     rows, dim = update.weight.shape
     order, bounds = segments(indices, rows)
-    step = max(1, SLAB_ELEMENTS // max(1, dim))
+    step = slab_rows(dim, update.weight.device)
     dtype = reference.compute_dtype(update.weight)
     flat, limits = indices.reshape(-1), [*bounds[::step].tolist(), len(order)]
     for i, start in enumerate(range(0, rows, step)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, launch, tuning
 from lightning_memopt.kernels.memory import Repeat, factors_key, gradient_key
-from lightning_memopt.kernels.slabs import Factors, join, matmul, slabs
+from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, join, matmul, slabs
 from lightning_memopt.kernels.update import Update
 
 
@@ -90,7 +90,7 @@ def _route(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> Repeat
     if isinstance(route, fused_hopper.Config):
         call = fused_hopper.call(update, dy, x, route)
         repeat = launch.prepare(call, call.run())
-    elif route == tuning.TWO_PASS and update.weight.numel() <= tuning.SLAB_ELEMENTS:
+    elif route == tuning.TWO_PASS and update.weight.numel() <= GPU_SLAB_ELEMENTS:
         repeat = _flat(update, _product(dy, x))
         repeat = None if repeat is None else partial(_two_passes, repeat)
     else:
@@ -125,7 +125,7 @@ def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) ->
     """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
     rows, columns = update.weight.shape
     # Whole tiles of the matmul, and slabs of equal height, so that the last one is not a sliver.
-    count = -(-rows * columns // tuning.SLAB_ELEMENTS)
+    count = -(-rows * columns // GPU_SLAB_ELEMENTS)
     height = -(-rows // count // 128) * 128 if count > 1 else rows
     for start, stop, slab in slabs(factors, grad, torch.float32, height):
         flat.apply_gradient(update.rows(start, stop), slab)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors, join, matmul, slabs
+from lightning_memopt.kernels.slabs import Factors, join, matmul, slab_rows, slabs
 from lightning_memopt.kernels.sparse_gradient import active_slabs
 
 # Tokens of a look-up whose products with all others are formed at a time.
@@ -34,7 +34,7 @@ def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.d
         gram_dy, gram_x = matmul(dy, dy.t(), dtype), matmul(x, x.t(), dtype)
         return torch.dot(gram_dy.flatten(), gram_x.flatten()).clamp_(min=0)
     total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
-    for _, _, slab in slabs(factors, grad, dtype, max(1, SLAB_ELEMENTS // inputs)):
+    for _, _, slab in slabs(factors, grad, dtype, slab_rows(inputs, factors[0][0].device)):
         total += torch.dot(slab.flatten(), slab.flatten())
     return total
 
@@ -51,7 +51,7 @@ def squared_norm_active(
     if stored is not None and not factors and grad is None:
         return torch.linalg.vector_norm(stored, dtype=dtype).square()
     total = torch.zeros((), dtype=dtype, device=bits.device)
-    rows = max(1, SLAB_ELEMENTS // shape[1])
+    rows = slab_rows(shape[1], bits.device)
     for _, _, slab, mask in active_slabs(shape, bits, factors, grad, stored, dtype, rows):
         active = torch.where(mask, slab, 0)
         total += torch.dot(active, active)

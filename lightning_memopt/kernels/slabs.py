@@ -9,8 +9,16 @@ from torch import Tensor
 
 Factors = tuple[Tensor, Tensor]  # dY [tokens, out], x [tokens, in]
 
-# Elements of a slab of dW: small enough to stay in cache between the matmul that writes it and what reads it.
-SLAB_ELEMENTS = 1 << 18
+# Elements of a slab of dW: small enough to stay in cache between the matmul that writes it and what reads it. A GPU's
+# second-level cache holds 32 MiB, and its launches want work: slabs of the size for CPUs would take a thousand of them
+# for one layer.
+CPU_SLAB_ELEMENTS, GPU_SLAB_ELEMENTS = 1 << 18, 1 << 23
+
+
+def slab_rows(columns: int, device: torch.device) -> int:
+    """Rows of a slab of a matrix with so many columns."""
+    elements = GPU_SLAB_ELEMENTS if device.type == "cuda" else CPU_SLAB_ELEMENTS
+    return max(1, elements // max(1, columns))
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
+from lightning_memopt.kernels.slabs import Factors, slab_rows
 from lightning_memopt.kernels.sparse_gradient import ActiveSlab, active_slabs, masked
 from lightning_memopt.kernels.update import Update
-
-# Elements of a slab of dW in float32 on a GPU: 16 MiB.
-GPU_SLAB_ELEMENTS = 1 << 22
 
 
 def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> bool:
@@ -29,8 +26,7 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
         As `lightning_memopt.kernels.dispatch.apply_factors`.
     """
     rows, columns = update.weight.shape
-    elements = GPU_SLAB_ELEMENTS if update.weight.is_cuda else SLAB_ELEMENTS
-    step = rows if kernel == "reference" else max(1, elements // columns)
+    step = rows if kernel == "reference" else slab_rows(columns, update.weight.device)
     if kernel != "reference" and _in_triton(update):
         in_triton(update, factors, grad, step, fused=kernel == "fused")
         return True

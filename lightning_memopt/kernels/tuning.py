@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_memopt.kernels import codes
 from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, TOKENS, Config, bytes_per_weight
 from lightning_memopt.kernels.hopper_update import CHUNK
+from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
 Route = Config | Literal["two_pass", "portable"]
@@ -31,8 +32,6 @@ PORTABLE: Literal["portable"] = "portable"
 
 # Up to so many tokens a layer's weight costs more time than its operands.
 FEW = 1024
-# Elements of a slab of dW in two passes, float32, 32 MiB: stays in L2 between matmul and update, yet fills the GPU.
-SLAB_ELEMENTS = 1 << 23
 # Weights of a layer that are copied for a measurement: its first rows.
 SAMPLE = 1 << 26
 ROUNDS, CALLS = 5, 4
@@ -53,7 +52,7 @@ def _prefers_two_pass(update: Update, tokens: int) -> bool:
     Larger ones would need several slabs, whose launches cost more than that gains.
     """
     coded = any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
-    return coded and tokens <= FEW and update.weight.numel() <= SLAB_ELEMENTS
+    return coded and tokens <= FEW and update.weight.numel() <= GPU_SLAB_ELEMENTS
 
 
 def default(update: Update, tokens: int) -> Config:

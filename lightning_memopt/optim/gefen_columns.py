@@ -41,14 +41,21 @@ MIN_ROWS = 64
 FIRST = 4
 # The smallest c, relative to the mean of its block.
 LEAST_SHARE = 1 / 64
-# Weights that are decoded and encoded at a time.
-REWRITE_ELEMENTS = 1 << 22
+# Weights that are decoded and encoded at a time; on a GPU enough to be worth some dozen launches.
+CPU_PIECE, GPU_PIECE = 1 << 22, 1 << 24
 
 
 def count(param: Tensor) -> int:
     """How many factors a weight has: one for each column, or none if it has too few rows."""
     param = as_rows(param)
     return prod(param.shape[1:]) if param.dim() > 1 and len(param) >= MIN_ROWS else 0
+
+
+def pieces(code: Tensor) -> list[tuple[int, int]]:
+    """A weight cut into parts that are decoded at a time: first row, and row past the last."""
+    elements = GPU_PIECE if code.device.type == "cuda" else CPU_PIECE
+    step = max(1, elements // max(1, code[:1].numel()))
+    return [(start, min(start + step, len(code))) for start in range(0, len(code), step)]
 
 
 def due(state: Mapping[str, Any]) -> bool:
@@ -70,8 +77,7 @@ def learn(optimizer: Optimizer, rule: Rule) -> None:
 def _learn(param: Tensor, state: dict[str, Any], moment: Storage, mean: Storage) -> None:
     own = {key: local(state[key]) for key in (*moment.entries(), *mean.entries())}
     code, shared, scale = own[moment.name], own[mean.name], own[SCALE]
-    step = max(1, REWRITE_ELEMENTS // max(1, len(scale)))
-    spans = [(start, min(start + step, len(code))) for start in range(0, len(code), step)]
+    spans = pieces(code)
     size = torch.zeros(len(scale), dtype=torch.float64, device=scale.device)
     for span in spans:
         m = moment.load(moment.rows(own, *span), torch.float32)

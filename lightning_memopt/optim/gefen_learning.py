@@ -38,7 +38,6 @@ from lightning_memopt.optim.gefen_blocks import (
     per_block,
     profile,
 )
-from lightning_memopt.optim.gefen_columns import REWRITE_ELEMENTS
 from lightning_memopt.optim.shards import as_rows, by_rows, local, sum_over_ranks
 from lightning_memopt.sparsity.bits import MASK
 from lightning_memopt.sparsity.spans import WHERE, Where
@@ -108,11 +107,6 @@ def finish(optimizer: Optimizer, rule: Rule) -> None:
         _encode_anew(weight, tables.on(on) if table else torch.tensor(bend, dtype=torch.float32))
 
 
-def _rows_at_a_time(weight: Tensor) -> list[tuple[int, int]]:
-    step = max(1, REWRITE_ELEMENTS // max(1, weight[:1].numel()))
-    return [(start, min(start + step, len(weight))) for start in range(0, len(weight), step)]
-
-
 def _look(param: Tensor, group: dict[str, Any], state: dict[str, Any], moment: Storage) -> _Weight:
     """Survey the first moment, and add up what ranks with different rows found."""
     lengths = options(group, as_rows(param))[: 1 if MASK in state else None]
@@ -120,7 +114,7 @@ def _look(param: Tensor, group: dict[str, Any], state: dict[str, Any], moment: S
     code, finest = own["exp_avg"], lengths[-1]
     blocks = per_block(as_rows(param).shape, finest)[1] if len(lengths) > 1 else 0
     found = torch.zeros(LEVELS + 1 + blocks, dtype=torch.float64, device=code.device)
-    for span in _rows_at_a_time(code):
+    for span in columns.pieces(code):
         rows = moment.rows(own, *span)
         found[:LEVELS] += torch.bincount(rows["exp_avg"].view(torch.int8).abs().flatten(), minlength=LEVELS)
         if blocks:
@@ -201,7 +195,7 @@ def _change_blocks(weight: _Weight, length: int) -> None:
         return
     own = {key: local(state[key]) for key in weight.moment.entries()}
     factor = blocks.block // length
-    for start, stop in _rows_at_a_time(code):
+    for start, stop in columns.pieces(code):
         squares = _squares(weight.moment, weight.moment.rows(own, start, stop), shape[1])
         whole = Blocks(stop - start, blocks.columns, shape[1]).merge(squares, factor)
         share = squares / whole.repeat_interleave(factor, 1)[:, : shape[1]]
@@ -219,6 +213,6 @@ def _encode_anew(weight: _Weight, codebook: Tensor) -> None:
         old[WHERE] = Where.of(state[MASK], own.numel(), own.shape[1])
         moment.save(old | {CODEBOOK: codebook}, moment.load(old, torch.float32), None)
         return
-    for span in _rows_at_a_time(old["exp_avg"]):
+    for span in columns.pieces(old["exp_avg"]):
         rows = moment.rows(old, *span)
         moment.save(rows | {CODEBOOK: codebook}, moment.load(rows, torch.float32), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels.active import Active, Ages, Largest
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import SLAB_ELEMENTS, Factors
+from lightning_memopt.kernels.slabs import Factors, slab_rows
 from lightning_memopt.kernels.sparse_gradient import accumulate, active_slabs, masked
 from lightning_memopt.optim.shards import local
 from lightning_memopt.rules.storage import Storage
@@ -188,7 +188,7 @@ class SparseLayer:
 
     def fold(self, factors: Sequence[Factors], dtype: torch.dtype) -> bool:
         """Add the gradient to `buffer`; returns whether it is the first part."""
-        shape, rows = tuple(self.param.shape), max(1, SLAB_ELEMENTS // self.param.shape[1])
+        shape, rows = tuple(self.param.shape), slab_rows(self.param.shape[1], self.param.device)
         first, buffer = self.buffer is None, self._buffer(dtype)
         if factors:
             accumulate(buffer, active_slabs(shape, self.bits, factors, None, None, dtype, rows))

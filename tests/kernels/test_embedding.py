@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import BF16, DEVICES, F32, INTERPRETED, check, make_update, twin
 
-from lightning_memopt.kernels import embedding, reference
+from lightning_memopt.kernels import embedding, reference, slabs
 
 
 def dense_gradient(indices, dy, rows, padding_idx):
@@ -33,7 +33,7 @@ def by_kernel(update, indices, dy, padding_idx=None) -> None:
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit"])
 def test_reference_is_dense_autograd(rule, slab, padding_idx, monkeypatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(embedding, "SLAB_ELEMENTS", slab)
+    monkeypatch.setattr(slabs, "CPU_SLAB_ELEMENTS", slab)
     update = make_update(rule, (130, 40))
     expected = twin(update)
     indices, dy = make_tokens(130, 40, "cpu")
@@ -46,7 +46,7 @@ def test_reference_is_dense_autograd(rule, slab, padding_idx, monkeypatch) -> No
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_reference_leaves_out_a_non_finite_update_whole(bad, monkeypatch) -> None:
-    monkeypatch.setattr(embedding, "SLAB_ELEMENTS", 8)
+    monkeypatch.setattr(slabs, "CPU_SLAB_ELEMENTS", 8)
     update = make_update("adamw", (10, 4))
     before = twin(update, None)
     dy = torch.ones(4, 4)

@@ -127,5 +127,5 @@ def test_small_layers_with_two_codes_take_two_passes(monkeypatch) -> None:
         assert tuning.choose(update, dy, x, fused=True) == config
         assert tuning.choose(update, dy.repeat(4, 1), x.repeat(4, 1)) == tuning.default(update, 2048)
         with monkeypatch.context() as large:
-            large.setattr(tuning, "SLAB_ELEMENTS", 128)
+            large.setattr(tuning, "GPU_SLAB_ELEMENTS", 128)
             assert tuning.choose(update, dy, x) == config
