@@ -201,7 +201,8 @@ class BlockMean(Storage):
         is chosen.
         """
         moment = saved[self.name].detach()
-        if moment.shape == param.shape:
+        # Shapes do not tell: a single column is its own block.
+        if saved["exp_avg"].is_floating_point():
             zeros = self._zeros(param, self.finest)
             means = local(zeros)
             whole = local(moment).to(means.device, torch.float32).view(len(means), -1)

@@ -139,7 +139,7 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-@pytest.mark.parametrize("shape", [SHAPE, (64, 16, 3, 3)])
+@pytest.mark.parametrize("shape", [SHAPE, (64, 16, 3, 3), (5000, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8])
 def test_resuming_is_exact(steps: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
