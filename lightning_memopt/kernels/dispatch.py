@@ -38,7 +38,7 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         repeat = update.memory.recall(update, gradient_key(grad, kernel))
         if repeat is not None and repeat(grad):
             return True
-    if _in_triton(update, kernel):
+    if in_triton(update, kernel):
         from lightning_memopt.kernels import gpu
 
         gpu.apply_gradient(update, grad, kernel)
@@ -67,7 +67,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _in_triton(update: Update, kernel: Kernel) -> bool:
+def in_triton(update: Update, kernel: Kernel) -> bool:
     """Whether one of the Triton kernels takes this update."""
     if kernel == "reference" or not update.weight.is_cuda or not _has_triton():
         return False
@@ -89,7 +89,7 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         repeat = update.memory.recall(update, factors_key(dy, x, kernel))
         if repeat is not None and repeat(dy, x):
             return True
-    if _in_triton(update, kernel):
+    if in_triton(update, kernel):
         from lightning_memopt.kernels import gpu
 
         gpu.apply_factors(update, factors, grad, kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.kernels import Update, apply_gradient
-from lightning_memopt.optim.shards import local, offset
+from lightning_memopt.kernels.dispatch import in_triton
+from lightning_memopt.optim.shards import local, offset, sharded, sum_over_ranks
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -67,11 +68,38 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
             taken = max(int(target.state["step"]) for target in here)
             table = tables.setdefault((number, device), StepScalars(device))
             table.fill(cast("list[Slot]", here), group["seed"], taken, None)
-            for target in here:
-                _step(target)
+            _step([(target, *_update(target)) for target in here])
 
 
-def _step(target: _Target) -> None:
+def _step(taken: Sequence[tuple[_Target, Update, Tensor]]) -> None:
+    bad = _bad_elsewhere(taken)
+    for target, update, grad in taken:
+        if target not in bad and apply_gradient(update, grad, "auto"):
+            target.rule.advance(target.group, target.state)
+
+
+def _bad_elsewhere(taken: Sequence[tuple[_Target, Update, Tensor]]) -> set[_Target]:
+    """Sharded parameters whose gradient is not finite in the rows of any rank.
+
+    Plain torch leaves such an update out as a whole, on all ranks, as those that do not count the same steps would not
+    learn at the same one either. Kernels leave out elements, and count.
+    """
+    groups: dict[Any, list[tuple[_Target, Tensor]]] = {}
+    for target, update, grad in taken:
+        distributed = sharded(target.param)
+        if distributed is not None and not in_triton(update, "auto"):
+            bad = ~(grad.abs() < target.rule.limit).all()
+            groups.setdefault((distributed.device_mesh, distributed.placements), []).append((target, bad))
+    found = set()
+    for targets in groups.values():
+        flags = torch.stack([bad for _, bad in targets]).float()
+        sum_over_ranks(targets[0][0].param, flags)
+        found |= {target for (target, _), flag in zip(targets, flags.tolist(), strict=True) if flag}
+    return found
+
+
+def _update(target: _Target) -> tuple[Update, Tensor]:
+    """The update of this rank's rows, and their gradient."""
     grad = target.param.grad
     assert grad is not None
     if grad.layout != torch.strided:
@@ -97,10 +125,7 @@ def _step(target: _Target) -> None:
         row_key=target.row_key,
         nonfinite=target.nonfinite,
     )
-    if apply_gradient(update, grad, "auto"):
-        target.rule.advance(target.group, target.state)
-    for key in state.keys() - target.state.keys():
-        target.state[key] = state[key]
+    return update, grad
 
 
 def load_exactly(
