@@ -65,8 +65,10 @@ def available(device: torch.device) -> bool:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether TMA can read and write this matrix: rows that start at multiples of 16 bytes."""
+    """Whether TMA can read and write this matrix: rows that start at multiples of 16 bytes and do not overlap."""
     item = tensor.element_size()
+    if tensor.stride(0) < tensor.shape[1]:  # a row that is expanded over all tokens
+        return False
     return tensor.stride(1) == 1 and tensor.stride(0) * item % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 

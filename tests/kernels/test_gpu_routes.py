@@ -48,6 +48,8 @@ def test_operands(kernel) -> None:
         (dy.t().contiguous().t(), x),  # not contiguous
         (dy[:, ::2].repeat(1, 2), x[:, 3:].repeat(1, 2)[:, :128]),
         (dy[:1, :1].expand(48, 256), x),  # the gradient of a sum
+        (dy[:1].expand(48, 256), x),  # that of a mean over tokens
+        (dy, x.flatten().as_strided((48, 128), (64, 1))),  # windows that overlap
         (dy.float(), x),
         (dy.half(), x.half()),
         (dy.float(), x.float()),

@@ -225,6 +225,14 @@ def test_keys_tell_apart_what_kernels_are_compiled_for() -> None:
     assert factors_key(dy, x, "auto") != factors_key(dy.float(), x, "auto")
 
 
+def test_tma_reads_rows_of_their_own() -> None:
+    dy, _ = factors(8, 64, 64)
+    assert hopper.readable(dy) and hopper.readable(dy[:, :40]) and hopper.readable(dy[:1])
+    assert not hopper.readable(dy[:1].expand(8, 64)), "one row for all tokens"
+    assert not hopper.readable(dy.flatten().as_strided((8, 64), (32, 1))), "rows that overlap"
+    assert not hopper.readable(dy.t()) and not hopper.readable(dy[:, 1:])
+
+
 def test_dispatch_repeats_what_is_remembered() -> None:
     update = replace(make_update("adamw", (64, 64), "cpu"), memory=Memory())
     assert update.memory is not None
