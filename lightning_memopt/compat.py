@@ -171,7 +171,12 @@ CASES = (
         "kernel='fused' needs a GPU. Use kernel='auto', which picks what the device has.",
     ),
     Case("a second backward pass in one fused step", "refused", "the message names the parameter"),
-    Case("cuda_graph", "exact", "the captured step replays the kernels an eager step would launch"),
+    Case(
+        "cuda_graph",
+        "exact",
+        "the captured step replays the kernels an eager step would launch; captured anew when layers are frozen or "
+        "unfrozen, or states replaced",
+    ),
     Case(
         "cuda_graph without a GPU",
         "refused",

@@ -269,6 +269,8 @@ class ShardedUpdater(Updater):
         """Also forget factors under way."""
         super().drop_queue(optimizer)
         self._announced = self._flying = None
+        if optimizer is None:  # a step broke off
+            self._outcomes = []
 
     # ---------------------------------------------------------------- the end of a step
 

@@ -293,6 +293,19 @@ class Updater(SlotKeeper):
         for rule in {slot.rule for slot in taken}:
             rule.advance_all([(slot.group, slot.state) for slot in taken if slot.rule is rule])
 
+    def forget_taken(self) -> None:
+        """Updates that were noted since the last count were only recorded, in a capture that broke off."""
+        self._taken = []
+
+    def captured(self) -> list[Any]:
+        """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""
+        facts: list[Any] = [self._clip]
+        for slot in self.slots.values():
+            tensors = [slot.row, *slot.state.values()]
+            facts += (slot.tile, slot.address)
+            facts += [value.data_ptr() for value in tensors if isinstance(value, Tensor) and value.is_cuda]
+        return facts
+
     def _norms(self, waiting: Sequence[Slot]) -> Norms:
         return gradient_norms(waiting)
 

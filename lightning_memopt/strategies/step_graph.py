@@ -70,6 +70,7 @@ class StepGraph:
             for slot, counters in before.items():
                 slot.state.update(counters)
                 slot.clear()
+            self.updater.forget_taken()
             # torch leaves generator and allocator in their capturing state when a capture breaks off.
             torch.cuda.default_generators[device].graphsafe_set_state(random)
             with contextlib.suppress(RuntimeError):
@@ -131,6 +132,8 @@ class StepGraphs:
         self.reason: str | None = None
         self._seen: dict[Any, int] = {}
         self._graphs: dict[Any, StepGraph] = {}
+        self._params = list(module.parameters())
+        self._captured: list[Any] = []
 
     def graph_for(self, batch: Any, step: Callable[[Any], Any]) -> StepGraph | None:
         """The graph for a batch like this one, captured now if it is time; None to run eagerly.
@@ -142,6 +145,7 @@ class StepGraphs:
             return None
         try:
             key = self._key(batch)
+            self._forget_if_changed()
             graph = self._graphs.get(key)
             if graph is None:
                 if self._unsettled():
@@ -159,9 +163,26 @@ class StepGraphs:
             self.reason = str(error)
             return None
 
+    def _forget_if_changed(self) -> None:
+        """Drop graphs that would train other parameters than are trained now, or write where states once were.
+
+        Callbacks freeze and unfreeze layers, load states and swap weights between steps.
+        """
+        captured = self.updater.captured()
+        captured += [param.data_ptr() for param in self._params]
+        captured += [param.requires_grad for param in self._params]
+        if captured == self._captured:
+            return
+        if self._graphs:
+            torch.cuda.synchronize()  # the last replay may still run
+        self._graphs.clear()
+        self._seen.clear()
+        self._captured = captured
+
     def _unsettled(self) -> bool:
-        """Whether tensors of a state are still to be replaced."""
-        return any(slot.rule.unsettled(slot.state) for slot in self.updater.slots.values())
+        """Whether tensors of a state are still to be replaced; those of a frozen weight wait until it is trained."""
+        slots = self.updater.slots.values()
+        return any(slot.param.requires_grad and slot.rule.unsettled(slot.state) for slot in slots)
 
     def _key(self, batch: Any) -> Any:
         leaves, spec = pytree.tree_flatten(batch)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import OPTIMIZERS, Module, fit, next_token_loss, tokens
+from harness import OPTIMIZERS, Module, fit, next_token_loss, square_loss, tokens, vectors
 from torch import nn
 
 import lightning_memopt as memopt
+from lightning_memopt.backward import Clip, Updater
+from lightning_memopt.backward.clipping import NO_CLIP
 from lightning_memopt.callbacks import GradNorm
-from lightning_memopt.strategies.step_graph import CaptureError, StepGraph
+from lightning_memopt.strategies import step_graph
+from lightning_memopt.strategies.step_graph import EAGER_STEPS, CaptureError, StepGraph, StepGraphs
 
 GRAPH_RULES = {
     **OPTIMIZERS,
@@ -57,6 +62,147 @@ def test_needs_a_gpu(graph: Any) -> None:
         return
     with pytest.raises(memopt.UnsupportedError, match=r"cuda_graph=True needs a CUDA GPU.*'auto'"):
         fit(Module(), strategy)
+
+
+class WaitsInBackward(torch.autograd.Function):
+    """The identity; its backward pass asks the device for a number, or breaks off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wait: Any) -> torch.Tensor:
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        ctx.wait(dy)
+        return dy, None
+
+
+class Deep(nn.Module):
+    """Linear layers above and below something whose backward pass cannot be captured."""
+
+    def __init__(self, wait: Any = lambda dy: dy.sum().item()) -> None:
+        super().__init__()
+        self.below, self.above, self.wait = nn.Linear(8, 8), nn.Linear(8, 8), wait
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.above(WaitsInBackward.apply(self.below(x), self.wait))
+
+
+def counts(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def test_a_capture_that_breaks_off_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers above the place where it broke off were captured, not updated."""
+    fake = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", [fake])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    breaks = [False]
+
+    def wait(dy: torch.Tensor) -> None:
+        if breaks[0]:
+            raise RuntimeError("not permitted in a capture")
+
+    module = Module(net=partial(Deep, wait))
+    optimizer = torch.optim.NAdam(module.parameters(), lr=0.0)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    updater.attach(module, [optimizer])
+
+    def step(batch: torch.Tensor) -> None:
+        loss = module.net(batch).sum()
+        with updater.backward(loss, queue=False):
+            loss.backward()
+
+    batch = torch.ones(2, 8)
+    with updater.armed(optimizer, 0):
+        breaks[0] = True
+        with pytest.raises(CaptureError, match="not permitted"):
+            StepGraph(updater, module, batch).capture(step, None)
+        breaks[0] = False
+        step(batch)
+    assert counts(optimizer) == [1.0] * 4
+    products = {float(state["mu_product"]) for state in optimizer.state.values()}
+    assert len(products) == 1
+
+
+class Thaw(pl.Callback):
+    """Freezes a layer at the start, trains it from step 15 on, and puts another one's weight elsewhere in memory."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        module.net.down.requires_grad_(trainer.global_step >= 15)
+        if trainer.global_step == 30:
+            weight = module.net.up.weight
+            weight.data = weight.data.clone()
+
+
+def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+
+    class Stub:
+        def __init__(self, *_: Any) -> None:
+            captured.append(self)
+            self.graph = SimpleNamespace(pool=lambda: None)
+
+        def capture(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(step_graph, "StepGraph", Stub)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    updater.attach(module, [optimizer])  # type: ignore[arg-type]
+    graphs = StepGraphs(updater, module, strict=True)  # type: ignore[arg-type]
+
+    def steps(clip: Clip = NO_CLIP) -> list[Any]:
+        found = []
+        for _ in range(EAGER_STEPS + 2):
+            with updater.armed(optimizer, 0, clip):
+                found.append(graphs.graph_for(1, lambda batch: None))
+        return found
+
+    def moved() -> None:
+        module[1].weight.data = module[1].weight.data.clone()
+
+    changes = [
+        lambda: None,
+        lambda: module[0].requires_grad_(True),
+        moved,
+        lambda: optimizer.param_groups[0].update(momentum=0.9),
+        lambda: module[1].bias.requires_grad_(False),
+    ]
+    for number, change in enumerate(changes, 1):
+        change()
+        assert steps() == [None] * EAGER_STEPS + [captured[-1]] * 2 and len(captured) == number
+    assert steps(Clip(norm=1.0))[:EAGER_STEPS] == [None] * EAGER_STEPS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["adamw", "gefen"])
+def test_a_graph_follows_layers_that_are_unfrozen_and_weights_that_move(rule: str) -> None:
+    eager = run(GRAPH_RULES[rule], False, callbacks=[Thaw()])
+    graphed = run(GRAPH_RULES[rule], True, callbacks=[Thaw()])
+    assert all(torch.equal(w, graphed.weights[name]) for name, w in eager.weights.items())
+    assert counts(eager.optimizer) == counts(graphed.optimizer)
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_that_cannot_be_captured() -> None:
+    """A capture that breaks off between two layers leaves weights, states and counts of an eager run."""
+
+    def run(graph: Any) -> Any:
+        module = Module(net=Deep, loss=square_loss)
+        return fit(module, memopt.ForgeStrategy(cuda_graph=graph), vectors(), max_steps=9, accelerator="gpu")
+
+    eager, automatic = run(False), run("auto")
+    assert all(torch.equal(w, automatic.weights[name]) for name, w in eager.weights.items())
+    assert counts(eager.optimizer) == counts(automatic.optimizer) == [9.0] * 4
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
