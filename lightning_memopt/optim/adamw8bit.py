@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_memopt.optim.base import CheckedOptimizer
 
-class AdamW8bit(Optimizer):
+
+class AdamW8bit(CheckedOptimizer):
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) whose moments are 8-bit codes with a scale per block.
 
     State of a matrix: ``exp_avg`` and ``exp_avg_sq``, uint8 of the weight's shape; ``exp_avg_scale`` and
@@ -19,6 +19,8 @@ class AdamW8bit(Optimizer):
 
     bf16 weights and the codes of ``exp_avg_sq`` are rounded stochastically; the random bits depend on `seed`, the step
     count and the parameter's place in `params` only, so a resumed run takes the same steps.
+
+    A step leaves a parameter alone whose gradient is not finite.
 
     Args:
         params: Parameters or parameter groups; float32, bf16 or float64.
@@ -43,27 +45,14 @@ class AdamW8bit(Optimizer):
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         seed: int = 0,
     ) -> None:
-        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"AdamW8bit: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range."
-            )
-        if rounding not in ("stochastic", "nearest"):
-            raise ValueError(f"AdamW8bit: rounding={rounding!r}; use 'stochastic' or 'nearest'.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on every parameter that holds a gradient; one whose gradient is not finite is left alone."""
+    def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
         from lightning_memopt.rules.adamw8bit import AdamW8bitRule  # rules import the optimizers they stand for
 
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         step_parameters(self, AdamW8bitRule())
-        return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

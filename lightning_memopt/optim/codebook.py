@@ -1,4 +1,4 @@
-"""The code of the first moment: how 255 values are laid out between -1 and 1, and how good a layout is.
+"""The code of the first moment: how 255 values are laid out between -1 and 1.
 
 A block of the first moment is divided by its largest magnitude, so what is to be quantised lies in [-1, 1]. Its
 magnitudes are counted in `BINS` equal bins (a histogram of 2 `BINS` bins over both signs, which share one layout), and
@@ -24,14 +24,6 @@ Floats = npt.NDArray[np.float64]
 def centres(bins: int) -> Floats:
     """Middle of each bin."""
     return (np.arange(bins) + 0.5) / bins
-
-
-def squared_error(counts: npt.ArrayLike, levels: npt.ArrayLike) -> float:
-    """Mean squared error of rounding the counted magnitudes to the nearest of ascending `levels`."""
-    weights, grid = np.asarray(counts, np.float64), np.asarray(levels, np.float64)
-    x = centres(len(weights))
-    nearest = grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]
-    return float(weights @ (x - nearest) ** 2 / max(weights.sum(), 1.0))
 
 
 # ------------------------------------------------------------------------------------------- the optimum, as a table

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.optim.base import CheckedOptimizer
 from lightning_memopt.optim.shards import is_flat_shard
 
 # Options of torch's AdamW that choose between its implementations.
@@ -24,7 +24,7 @@ FLAT_SHARDS = (
 )
 
 
-class Gefen(Optimizer):
+class Gefen(CheckedOptimizer):
     """AdamW with about one byte of state per weight (Gefen, arXiv 2606.13894); AdamW's learning rates carry over.
 
     The first moment is stored in one byte per weight, by a code that is learned from the first gradients; the second
@@ -33,6 +33,8 @@ class Gefen(Optimizer):
 
     bf16 weights are rounded stochastically; the random bits depend on `seed`, the step count and the parameter's place
     in `params` only, so a resumed run takes the same steps.
+
+    A step leaves a parameter alone whose gradient is not finite.
 
     Args:
         params: Parameters or parameter groups; float32, bf16 or float64.
@@ -67,36 +69,23 @@ class Gefen(Optimizer):
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         seed: int = 0,
     ) -> None:
-        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Gefen: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range.")
         for name, value in (("block", block), ("max_block", max_block)):
             if value is not None and (value < 16 or value & (value - 1)):
                 raise ValueError(f"Gefen: {name}={value}; use a power of two from 16 on.")
-        for name, choice, choices in (
-            ("codebook", codebook, ("curve", "table")),
-            ("rounding", rounding, ("stochastic", "nearest")),
-        ):
-            if choice not in choices:
-                raise ValueError(f"Gefen: {name}={choice!r}; use {' or '.join(map(repr, choices))}.")
+        if codebook not in ("curve", "table"):
+            raise ValueError(f"Gefen: codebook={codebook!r}; use 'curve' or 'table'.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on every parameter that holds a gradient; one whose gradient is not finite is left alone."""
+    def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
         from lightning_memopt.rules.gefen import GefenRule  # rules import the optimizers they stand for
 
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if not self._warned and self._on_flat_shards():
             self._warned = True
-            warnings.warn(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.", stacklevel=2)
+            warnings.warn(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.", stacklevel=3)
         step_parameters(self, GefenRule())
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_memopt.optim.base import CheckedOptimizer
 
-class Lion(Optimizer):
+
+class Lion(CheckedOptimizer):
     """Sign of an interpolated momentum with decoupled decay (Chen et al. 2023, algorithm 2).
 
     State: ``exp_avg``, shape and dtype of the weight.
@@ -20,6 +18,9 @@ class Lion(Optimizer):
         lr: Learning rate; a third to a tenth of AdamW's is usual.
         betas: Interpolation for the update and decay of the momentum.
         weight_decay: Decoupled weight decay; three to ten times AdamW's is usual.
+
+    Raises:
+        ValueError: An argument out of range.
     """
 
     def __init__(
@@ -29,17 +30,9 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion: lr={lr}, betas={betas}, weight_decay={weight_decay}: out of range.")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on every parameter that holds a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _take_step(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
@@ -52,4 +45,3 @@ class Lion(Optimizer):
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 param.add_(momentum.lerp(param.grad, 1 - beta1).sign_(), alpha=-group["lr"])
                 momentum.lerp_(param.grad, 1 - beta2)
-        return loss

@@ -33,15 +33,7 @@ class ForgeMixin(Strategy):
     Lightning runs forward, ``zero_grad`` and backward of a step's last micro-batch inside `optimizer_step`, and those
     of the others outside it. So arming the updater there, and only there, is exact accumulation.
 
-    Args:
-        rounding: How a bf16 weight is stored: ``"stochastic"`` (unbiased, reproducible) or to the ``"nearest"``.
-        kernel: ``"auto"``, or one of ``"reference"``, ``"two_pass"``, ``"fused"`` for every parameter that allows it.
-        nonfinite: What a NaN or infinite gradient does: ``"raise"`` an error that names parameter and step, or
-            ``"skip"`` that update and count it in the logs. It never reaches a weight or a state.
-        state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
-        seed: Seed of stochastic rounding.
-        checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
-            ``["*.layers.*"]`` for the blocks of a transformer.
+    Its arguments are those of `lightning_memopt.ForgeStrategy`; the rest go on to Lightning's strategy.
     """
 
     strategy_name: str

@@ -12,11 +12,11 @@ from lightning_memopt.optim.codebook import (
     BINS,
     LEVELS,
     START_BEND,
+    centres,
     curve,
     fit_bends,
     optimal_levels,
     spread_counts,
-    squared_error,
 )
 
 
@@ -29,6 +29,13 @@ def noise(kind: str, block: int = 128, blocks: int = 4000) -> np.ndarray:
         "student": generator.standard_t(3, size=(blocks, block)),
     }[kind]
     return np.histogram(np.abs(x) / np.abs(x).max(1, keepdims=True), BINS, (0, 1))[0]
+
+
+def squared_error(counts: np.ndarray, levels: np.ndarray) -> float:
+    """Mean squared error of rounding the counted magnitudes to the nearest of ascending `levels`."""
+    x = centres(len(counts))
+    nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]
+    return float(counts @ (x - nearest) ** 2 / max(counts.sum(), 1.0))
 
 
 def fit_bend(counts: np.ndarray) -> float:
