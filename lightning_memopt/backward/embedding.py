@@ -6,14 +6,14 @@ is formed and returned, and the layer behaves as ``torch.nn.Embedding``.
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from lightning_memopt.backward import linear
+from lightning_memopt.backward.engine import transformed
 from lightning_memopt.backward.linear import SLOT
 
 if TYPE_CHECKING:
@@ -51,23 +51,11 @@ def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if slot is None:
         return nn.Embedding.forward(self, input)
     slot.count_use()
-    # torch.func transforms and forward-mode differentiation cannot see through a Function of this form.
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
+    if transformed() or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
         return nn.Embedding.forward(self, input)
     return FusedEmbedding.apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)
 
 
 def install(root: nn.Module) -> list[nn.Module]:
-    """Give every embedding layer under `root` the fused forward; a layer with a forward of its own keeps it.
-
-    Returns:
-        The changed modules, for `lightning_memopt.backward.linear.remove`.
-    """
-    changed: list[nn.Module] = []
-    fused = torch.compiler.disable(forward)
-    for module in root.modules():
-        if isinstance(module, nn.Embedding) and getattr(module.forward, "__func__", None) is nn.Embedding.forward:
-            module.forward = MethodType(fused, module)  # type: ignore[method-assign]
-            changed.append(module)
-    return changed
+    """As `lightning_memopt.backward.linear.install`, for every embedding layer under `root`."""
+    return linear.install(root, nn.Embedding, forward)

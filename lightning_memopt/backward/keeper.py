@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import embedding
@@ -69,6 +69,8 @@ class SlotKeeper:
         self._known: dict[Optimizer, list[_KnownGroup]] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._modules: list[nn.Module] = []
+        self._addresses: list[int] = []
+        self._written: set[int] = set()
 
     def _ready(self, slot: Slot) -> None:
         """The engine ran the parameter's AccumulateGrad node."""
@@ -84,6 +86,7 @@ class SlotKeeper:
         for optimizer in optimizers:
             self._adopt(optimizer)
         self._modules = install(module) + embedding.install(module)
+        self._note_storages()
 
     def detach(self) -> None:
         """Undo `attach`; weights and optimizer states stay."""
@@ -161,6 +164,20 @@ class SlotKeeper:
             fresh = rule.init_state(slot.param, slot.group, storage) if sparse is None else sparse.fresh(storage)
             state.update({key: value for key, value in fresh.items() if state.get(key) is None})
 
+    # ---------------------------------------------------------------- where weights lie
+
+    def will_write(self, x: Tensor) -> bool:
+        """Whether `x` lies in the memory of a parameter, whose update may come before that of a weight it meets."""
+        return x.untyped_storage().data_ptr() in self._written
+
+    def _note_storages(self) -> None:
+        addresses = [slot.address for slot in self.slots.values()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}
+
+    # ---------------------------------------------------------------- checkpoints
+
     def loadable(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """`saved` without the states of sparse weights, which an optimizer cannot load; `restore` brings them."""
         ids = [i for group in saved["param_groups"] for i in group["params"]]
@@ -196,6 +213,11 @@ class SlotKeeper:
             slot.state.update({key: entry[key].float().cpu() for key in slot.rule.counts if key in entry})
             self._fill_state(slot)
 
+    # ---------------------------------------------------------------- questions
+
+    def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
+        return [slot for slot in self.slots.values() if slot.optimizer is optimizer]
+
     @staticmethod
     def dense(slot: Slot) -> SparseLayer | None:
         """The default of `sparsity`."""
@@ -216,3 +238,11 @@ class SlotKeeper:
         if slot.sparse is not None:
             return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
         return slot.rule.storage(param, group, dtype)
+
+
+def by_device(slots: Iterable[Slot]) -> dict[torch.device, list[Slot]]:
+    """Slots by where their parameter lies, in order."""
+    devices: dict[torch.device, list[Slot]] = {}
+    for slot in slots:
+        devices.setdefault(slot.param.device, []).append(slot)
+    return devices

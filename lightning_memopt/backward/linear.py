@@ -7,13 +7,15 @@ dW is formed and returned, and the layer behaves as ``torch.nn.Linear``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+
+from lightning_memopt.backward.engine import transformed
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -76,9 +78,7 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     if slot is None:
         return F.linear(input, weight, self.bias)
     slot.count_use()
-    # torch.func transforms and forward-mode differentiation cannot see through a Function of this form.
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or not torch.is_grad_enabled() or not weight.requires_grad:
+    if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(input, weight, self.bias)
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.is_floating_point():
@@ -86,18 +86,20 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     return FusedLinear.apply(input, weight, self.bias, slot)
 
 
-def install(root: nn.Module) -> list[nn.Module]:
-    """Give every linear layer under `root` the fused forward; a layer with a forward of its own keeps it.
+def install(
+    root: nn.Module, kind: type[nn.Module] = nn.Linear, fused: Callable[..., Tensor] = forward
+) -> list[nn.Module]:
+    """Give every layer of `kind` under `root` the forward `fused`; a layer with a forward of its own keeps it.
 
     Returns:
         The changed modules, for `remove`.
     """
     changed: list[nn.Module] = []
     # A compiled graph would form weight gradients of its own; fused layers run between compiled graphs instead.
-    fused = torch.compiler.disable(forward)
+    between = torch.compiler.disable(fused)
     for module in root.modules():
-        if isinstance(module, nn.Linear) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
-            module.forward = MethodType(fused, module)  # type: ignore[method-assign]
+        if isinstance(module, kind) and getattr(module.forward, "__func__", None) is kind.forward:
+            module.forward = MethodType(between, module)
             changed.append(module)
     return changed
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_memopt.backward import engine
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Exchange, Ranks, any_rank, reduce_rows, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
@@ -174,7 +175,7 @@ class ShardedUpdater(Updater):
         slot.ready = True
         if not slot.outgoing:
             return
-        if torch._C._current_graph_task_id() != self._task:
+        if engine.current_pass() != self._task:
             self._reentrant = True
             complete = slot.uses == len(slot.outgoing) == 1
         else:

@@ -28,11 +28,12 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from lightning_memopt.backward import engine
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
-from lightning_memopt.backward.keeper import SlotKeeper
+from lightning_memopt.backward.keeper import SlotKeeper, by_device
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
@@ -85,14 +86,11 @@ class Updater(SlotKeeper):
         self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
         self._taken: list[Slot] = []
-        self._addresses: list[int] = []
-        self._written: set[int] = set()
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
         self._broken, self._reentrant = False, None
         super().attach(module, optimizers)
-        self._note_storages()
 
     def detach(self) -> None:
         """As `SlotKeeper.detach`; flags that have not arrived are forgotten."""
@@ -155,16 +153,6 @@ class Updater(SlotKeeper):
         """Weights and states were loaded anew: nothing is half-updated any more."""
         self._broken = False
 
-    def will_write(self, x: Tensor) -> bool:
-        """Whether `x` lies in the memory of a parameter, whose update may come before that of a weight it meets."""
-        return x.untyped_storage().data_ptr() in self._written
-
-    def _note_storages(self) -> None:
-        addresses = [slot.address for slot in self.slots.values()]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}
-
     def forget_uses(self) -> None:
         """Start counting the uses of weights anew: the step's own forward pass comes next."""
         for slot in self.slots.values():
@@ -188,7 +176,7 @@ class Updater(SlotKeeper):
         if loss.grad_fn is not None:
             handle = loss.grad_fn.register_prehook(lambda *_: self._enter())
             if self._reentrant is None:
-                self._reentrant = _holds(loss.grad_fn, "CheckpointFunctionBackward")
+                self._reentrant = engine.holds(loss.grad_fn, "CheckpointFunctionBackward")
         for slot in self.slots.values():
             slot.ready = False
         self.in_backward = True
@@ -212,7 +200,7 @@ class Updater(SlotKeeper):
                 handle.remove()
 
     def _enter(self) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self._task = engine.current_pass()
 
     def takes(self, slot: Slot) -> bool:
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.
@@ -222,10 +210,7 @@ class Updater(SlotKeeper):
         """
         if not self._owns(slot) or slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
             return False
-        try:
-            return torch._C._will_engine_execute_node(slot.node)
-        except RuntimeError:  # autograd.grad with this weight among its inputs
-            return False
+        return engine.will_run(slot.node)
 
     def _owns(self, slot: Slot) -> bool:
         mine = slot.optimizer is self._stepping if self._stepping is not None else self.queueing
@@ -243,7 +228,7 @@ class Updater(SlotKeeper):
             slot.hold_gradient()
             self._fold(slot)
             return
-        if torch._C._current_graph_task_id() != self._task:
+        if engine.current_pass() != self._task:
             self._reentrant = True
             if slot.uses == len(slot.factors) + len(slot.lookups) == 1 and slot.param.grad is None:
                 self._update(slot)
@@ -410,37 +395,13 @@ class Updater(SlotKeeper):
         assert self._stepping is not None
         self._clip = clip
         self._aged.clear()
-        for device, here in _by_device(self._slots_of(self._stepping)).items():
+        for device, here in by_device(self._slots_of(self._stepping)).items():
             scalars = self._scalars.setdefault(device, StepScalars(device))
             scalars.fill(here, self.seed, self._step, clip.value)
 
     def _watch_flags(self, slots: Sequence[Slot]) -> None:
-        for device, here in _by_device(slots).items():
+        for device, here in by_device(slots).items():
             names = [slot.name for slot in here if slot.nonfinite is not None]
             scalars = self._scalars.get(device)
             if scalars is not None and scalars.nonfinite is not None and names:
                 self.reports.watch(self._step, names, scalars.nonfinite[: len(names)])
-
-    def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.optimizer is optimizer]
-
-
-def _by_device(slots: Sequence[Slot]) -> dict[torch.device, list[Slot]]:
-    devices: dict[torch.device, list[Slot]] = {}
-    for slot in slots:
-        devices.setdefault(slot.param.device, []).append(slot)
-    return devices
-
-
-def _holds(root: Node, name: str) -> bool:
-    """Whether the autograd graph under `root` has a node of that name."""
-    waiting, seen = [root], {root}
-    while waiting:
-        node = waiting.pop()
-        if node.name() == name:
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return False

@@ -1,0 +1,39 @@
+"""What is asked of autograd's engine. Some of it has no public form in torch; all of that is here."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+
+def current_pass() -> int:
+    """Number of the backward pass that runs in this thread; nested ones have their own. -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward pass now running comes to `node`; False for a node that ``autograd.grad`` asks for."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
+def transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is on, which see no factors."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def holds(root: Node, name: str) -> bool:
+    """Whether the autograd graph under `root` has a node of that name."""
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        if node.name() == name:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
