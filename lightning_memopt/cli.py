@@ -22,6 +22,8 @@ from lightning_memopt import callbacks, data, models  # noqa: F401
 from lightning_memopt.commands import COMMANDS
 from lightning_memopt.errors import MemOptError
 
+# Of a config; what an option that changes one of its values begins with.
+SECTIONS = ("model", "data", "trainer")
 CKPT_KEYWORDS = ("best", "last", "hpc", "registry")
 
 
@@ -162,14 +164,30 @@ def run_command(name: str, args: list[str]) -> None:
     """Run one of our own commands: the options are the function's parameters, with dashes or underscores."""
     command = COMMANDS[name]
     switches = {f"--{p.name}" for p in inspect.signature(command).parameters.values() if isinstance(p.default, bool)}
+    args, overrides = _split(args) if "overrides" in inspect.signature(command).parameters else (args, {})
     flags = [_with_underscores(arg) if arg.startswith("--") else arg for arg in args]
     for i, flag in enumerate(flags):
         if flag in switches and (i + 1 == len(flags) or flags[i + 1].startswith("--")):
             flags[i] = f"{flag}=true"
     summary = (command.__doc__ or "").split("\n\n    Args:")[0]
     parser = ShortErrorParser(prog=f"memopt {name}", description=" ".join(summary.split()))
-    parser.add_function_arguments(command, as_group=False)
-    command(**parser.parse_args(flags).as_dict())
+    parser.add_function_arguments(command, as_group=False, skip={"overrides"})
+    options = parser.parse_args(flags).as_dict()
+    command(**options, overrides=overrides) if overrides else command(**options)
+
+
+def _split(args: list[str]) -> tuple[list[str], dict[str, str]]:
+    """A command's own arguments, and those that change a value of the config it reads, by dotted name."""
+    own, overrides, rest = [], {}, list(args)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if option[:2] != "--" or option[2:].partition(".")[0] not in SECTIONS:
+            own.append(option + equals + value)
+        elif equals or not rest:
+            overrides[option[2:]] = value
+        else:
+            overrides[option[2:]] = rest.pop(0)
+    return own, overrides
 
 
 def _other_checkpoint(error: RuntimeError | KeyError) -> MemOptError:

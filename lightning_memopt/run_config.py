@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # dtype of the weights under each of the Trainer's precisions; in all others they are float32.
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}
+# What `fit` takes beside the sections: in a config that a run has saved, or that ``--print_config`` has written.
+FIT_ONLY = ("ckpt_path", "weights_only")
 
 
 @dataclass
@@ -46,7 +48,7 @@ class RunConfig:
         """Parse and check the file.
 
         Args:
-            path: A YAML file as for ``memopt fit``.
+            path: A YAML file as for ``memopt fit``; what only a start of the run takes is left aside.
             overrides: Values by dotted name, which replace those of the file.
 
         Raises:
@@ -61,6 +63,8 @@ class RunConfig:
         if not isinstance(content, dict):
             raise MemOptError(f"{path} is no YAML mapping with the sections model, data and trainer.")
         bench = content.pop("bench", None) or {}
+        for key in FIT_ONLY:
+            content.pop(key, None)
         args = [f"--{name}={value}" for name, value in (overrides or {}).items()]
         with tempfile.TemporaryDirectory() as folder:  # the parser takes files only
             copy = Path(folder, path.name)

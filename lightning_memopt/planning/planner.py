@@ -42,7 +42,7 @@ CONFIGURED = "configured"
 
 
 def plan(
-    source: str | Path | pl.LightningModule,
+    source: str | Path | RunConfig | pl.LightningModule,
     batch: Any = None,
     *,
     memory: str | int | None = None,
@@ -58,7 +58,7 @@ def plan(
     does not branch on values.
 
     Args:
-        source: A config as for ``memopt fit``, or a module.
+        source: A config as for ``memopt fit``, its file or read already, or a module.
         batch: A training batch for the module; only shapes and dtypes matter. A config's data module gives its own.
         memory: Of one device, in bytes or as "80GiB"; then each method is said to fit or not.
         methods: Names of `lightning_memopt.planning.methods.METHODS`; by default plain, 8-bit and fused optimizers.
@@ -76,7 +76,7 @@ def plan(
 
 
 def _plan(
-    source: str | Path | pl.LightningModule,
+    source: str | Path | RunConfig | pl.LightningModule,
     batch: Any,
     limit: int | None,
     methods: Sequence[str] | None,
@@ -91,7 +91,7 @@ def _plan(
             raise MemOptError("plan(module, batch): a module needs a batch to run on.")
         module, name = on_meta(source, precision), type(source).__name__
     else:
-        config = RunConfig.read(source)
+        config = source if isinstance(source, RunConfig) else RunConfig.read(source)
         precision, name = precision or config.precision, config.path.stem
         module, data = config.build("meta")
         strategy = strategy if strategy is not None else config.trainer.strategy

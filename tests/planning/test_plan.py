@@ -195,6 +195,27 @@ def test_a_pretrained_model_is_planned_from_its_configuration_alone(tmp_path):
     assert found["configured"].bytes.total <= found["adamw"].bytes.total
 
 
+def test_values_of_the_config_can_be_changed_on_the_command_line(capsys):
+    args = ["--config", str(CONFIGS / "small_llama.yaml"), "--methods", "adamw", "--json"]
+    changes = ["--model.init_args.num_layers", "3", "--trainer.precision=bf16-true"]
+    sizes = []
+    for more in ([], changes):
+        main(["plan", *args, *more])
+        sizes.append(json.loads(capsys.readouterr().out)["methods"][0]["bytes"]["weights"])
+    block, rest = 64 * 64 * 3 + 3 * 64 * 192 + 2 * 64, 2 * 512 * 64 + 64  # weights of small_llama.yaml
+    assert sizes[0] == pytest.approx(4 * (2 * block + rest), rel=0.02)
+    assert sizes[1] == pytest.approx(2 * (3 * block + rest), rel=0.02)
+
+
+def test_what_fit_prints_and_saves_can_be_planned(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--print_config"])
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert "ckpt_path" in yaml.safe_load(path.read_text())
+    assert memopt.plan(path, methods=["adamw"]).parameters > 1e6
+
+
 def test_options_of_the_config_count(tmp_path):
     config = yaml.safe_load((CONFIGS / "small_llama.yaml").read_text())
     config["data"]["init_args"] |= {"seq_len": 8, "batch_size": 1}  # so that not only activations matter
@@ -240,6 +261,7 @@ def test_memory_is_read_with_its_unit(text, size):
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--config", str(CONFIGS / "small_llama.yaml"), "--memory", "much"], "80GiB"),
         (["--config", str(CONFIGS / "small_llama.yaml"), "--methods", "adamv"], "forge_gefen"),
+        (["--config", str(CONFIGS / "small_llama.yaml"), "--model.init_args.no_layers", "3"], "no_layers"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(args, words, capsys):
