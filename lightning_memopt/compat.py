@@ -33,12 +33,19 @@ class Case:
     strategies: str = "all"
 
 
-_SHARDED = "forge_fsdp"
+_SINGLE, _SHARDED = "forge", "forge_fsdp"
 _PRECISION = "Use precision='32-true', 'bf16-true', 'bf16-mixed' or '64-true'."
 
 CASES = (
     Case("nn.Linear weight", "exact", "updated inside backward; no weight gradient is stored"),
     Case("nn.Linear subclass with a forward of its own", "falls back", "autograd's gradient, consumed at once"),
+    Case(
+        "nn.Embedding weight",
+        "exact",
+        "updated from what was looked up; a gradient of the table is stored only where it also takes part in other "
+        "layers, or with max_norm or scale_grad_by_freq",
+        strategies=_SINGLE,
+    ),
     Case("other parameters", "falls back", "autograd's gradient, consumed and freed as soon as it is complete"),
     Case("tied or reused weight", "exact", "one update from the summed gradient, once all uses have delivered"),
     Case("weight.detach() used beside its layer", "refused", "the message says to clone it"),
@@ -123,7 +130,7 @@ CASES = (
         "exact",
         "bf16-true weights are rounded as `rounding` says",
     ),
-    Case("precision 64-true", "falls back", "plain-torch kernels in float64"),
+    Case("precision 64-true", "falls back", "plain-torch kernels in float64", strategies=_SINGLE),
     Case(
         "precision 16-mixed",
         "refused",
@@ -151,7 +158,8 @@ CASES = (
     Case(
         "several devices",
         "refused",
-        "strategy 'forge' trains on one device. Pass devices=1.",
+        "strategy 'forge' trains on one device. Pass devices=1, or strategy='forge_fsdp' for several.",
+        strategies=_SINGLE,
     ),
     Case(
         "optimizer options foreach, fused",
@@ -176,31 +184,37 @@ CASES = (
         "exact",
         "the captured step replays the kernels an eager step would launch; captured anew when layers are frozen or "
         "unfrozen, or states replaced",
+        strategies=_SINGLE,
     ),
     Case(
         "cuda_graph without a GPU",
         "refused",
         "cuda_graph=True needs a CUDA GPU. Leave it out, or use cuda_graph='auto', which runs eagerly elsewhere.",
+        strategies=_SINGLE,
     ),
     Case(
         "cuda_graph with SMET",
         "refused",
         "SMET changes masks between steps, which a captured step cannot follow. Use cuda_graph=False.",
+        strategies=_SINGLE,
     ),
     Case(
         "cuda_graph in manual optimization",
         "refused",
         "cuda_graph=True captures automatic optimization only. Leave it out, or use cuda_graph='auto'.",
+        strategies=_SINGLE,
     ),
     Case(
         "cuda_graph with accumulate_grad_batches",
         "refused",
         "cuda_graph=True captures steps of one micro-batch. Use accumulate_grad_batches=1, or cuda_graph='auto'.",
+        strategies=_SINGLE,
     ),
     Case(
         "cuda_graph with nonfinite='skip' and norm clipping",
         "refused",
         "skipping a step asks the GPU whether its norm is finite, which a graph cannot. Use nonfinite='raise'.",
+        strategies=_SINGLE,
     ),
     Case("SMET", "exact", "moments of active weights only; weights off the mask stay zero"),
     Case(

@@ -5,7 +5,7 @@ or by plain torch on any device). It therefore knows nothing of autograd, Lightn
 in compute precision that broadcast together, and the kernels call the Triton tile function of the same name.
 
 What every optimizer of ``torch.optim`` does around its own formula is done once, outside the rules
-(`lightning_memopt.kernels.reference.update` and its Triton twin):
+(`lightning_memopt.kernels.reference.apply_gradient` and its Triton twins):
 
     g <- clamp(scale * g, -clip, clip) + l2 * w        gradient scale and sign, value clipping, coupled decay
     g <- column_scale * g                              where moments are kept in other units: `optim.gefen_columns`
