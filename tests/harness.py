@@ -42,13 +42,13 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 class Net(nn.Module):
     """Embedding, linear layers with and without bias, one of them used twice, LayerNorm, a tied head."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, vocab: int = 11, width: int = 8, hidden: int = 17) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.up = nn.Linear(8, 17)
-        self.norm = nn.LayerNorm(17)
-        self.down = nn.Linear(17, 8, bias=False)
-        self.head = nn.Linear(8, 11, bias=False)
+        self.embedding = nn.Embedding(vocab, width)
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.3)  # below 1, where 1e-6 is several float32 steps
         if tied:
             self.head.weight = self.embedding.weight

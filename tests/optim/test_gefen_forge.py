@@ -9,32 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import Module, Run, assert_equal_runs, difference, fit, next_token_loss, tokens
+from harness import Module, Net, Run, assert_equal_runs, difference, fit, next_token_loss, tokens
 from lightning.pytorch.cli import LightningCLI, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_memopt as memopt
 
-
-class Wide(nn.Module):
-    """Layers large enough for codes: an embedding, a layer that is used twice, a tied head, norms and biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 72)
-        self.up = nn.Linear(72, 150)
-        self.norm = nn.LayerNorm(150)
-        self.down = nn.Linear(150, 72, bias=False)
-        self.head = nn.Linear(72, 64, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.3)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for _ in range(2):
-            x = x + self.down(torch.tanh(self.norm(self.up(x))))
-        return self.head(x)
-
+# Layers large enough for codes.
+Wide = partial(Net, vocab=64, width=72, hidden=150)
 
 # Matmuls in another order may round a code the other way. Its values are 1.6 % of the scale apart, and the error decays
 # as the moment does, so a weight moves by at most this share of its way, lr 3e-3 at a time.
