@@ -191,13 +191,7 @@ def test_refusal(feature: str) -> None:
         provoke()
 
 
-def pending(feature: str) -> list[pytest.MarkDecorator]:
-    """Parts of the package whose own tests are to quote the row."""
-    own = "SMET" in feature or next(case for case in CASES if case.feature == feature).strategies == "forge_fsdp"
-    return [pytest.mark.xfail(strict=False, reason="its part's own tests do not quote it yet")] if own else []
-
-
-@pytest.mark.parametrize("feature", [pytest.param(feature, marks=pending(feature)) for feature in REFUSED])
+@pytest.mark.parametrize("feature", REFUSED)
 def test_every_refused_row_is_provoked(feature: str) -> None:
     """A refused row needs a scenario here or, for a part with tests of its own, its name in one of those."""
     others = (path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__))

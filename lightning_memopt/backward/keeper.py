@@ -170,6 +170,15 @@ class SlotKeeper:
         """Whether `x` lies in the memory of a parameter, whose update may come before that of a weight it meets."""
         return x.untyped_storage().data_ptr() in self._written
 
+    def places(self) -> list[Any]:
+        """Rule and addresses of each parameter and its state."""
+        facts: list[Any] = []
+        for slot in self.slots.values():
+            tensors = [slot.row, *slot.state.values()]
+            facts += (slot.tile, slot.address)
+            facts += [value.data_ptr() for value in tensors if isinstance(value, Tensor) and value.is_cuda]
+        return facts
+
     def _note_storages(self) -> None:
         addresses = [slot.address for slot in self.slots.values()]
         if addresses != self._addresses:

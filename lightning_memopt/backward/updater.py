@@ -68,17 +68,15 @@ class Updater(SlotKeeper):
         state_dtype: Literal["param", "float32"],
         seed: int,
     ) -> None:
-        self.rounding, self.kernel = rounding, kernel
+        self.rounding, self.kernel, self.seed = rounding, kernel, seed
         super().__init__(state_dtype)
-        self.seed = seed
         self.reports = NonFiniteReports(nonfinite)
-        self.in_backward = False
+        self.in_backward = self.queueing = False
         self.norms: Norms | None = None
         self._stepping: Optimizer | None = None
         self._step = 0
         self._clip = NO_CLIP
         self._deferred = False
-        self.queueing = False
         self._broken = False
         self._task: int | None = None
         self._reentrant: bool | None = None  # not known before the first pass
@@ -284,12 +282,7 @@ class Updater(SlotKeeper):
 
     def captured(self) -> list[Any]:
         """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""
-        facts: list[Any] = [self._clip]
-        for slot in self.slots.values():
-            tensors = [slot.row, *slot.state.values()]
-            facts += (slot.tile, slot.address)
-            facts += [value.data_ptr() for value in tensors if isinstance(value, Tensor) and value.is_cuda]
-        return facts
+        return [self._clip, *self.places()]
 
     def _norms(self, waiting: Sequence[Slot]) -> Norms:
         return gradient_norms(waiting)
