@@ -125,9 +125,10 @@ class SlotKeeper:
                     f"{slot.name} belongs to two optimizers; give each parameter to one of them only."
                 )
             else:
-                slot.group = group  # load_state_dict replaces the group dictionaries
-                slot.storage = None
-                if slot.tile != tile:  # a schedule switched a moment on
+                loaded = slot.group is not group  # load_state_dict replaces the group dictionaries
+                slot.group, slot.storage = group, None
+                # What was loaded may lack entries or have other dtypes; a schedule may have switched a moment on.
+                if slot.tile != tile or (loaded and slot.sparse is None):
                     self._fill_state(slot)
 
     def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:

@@ -119,6 +119,8 @@ class Updater(SlotKeeper):
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
         for slot in mine:
+            if not slot.state and slot.sparse is None:  # cleared, to start the moments anew
+                self._fill_state(slot)
             slot.rule.settle_counters(slot.state)
         self._note_storages()
         self._stepping, self._step = optimizer, step

@@ -114,7 +114,8 @@ class Gefen(CheckedOptimizer):
         from lightning_memopt.optim.apply import load_exactly
         from lightning_memopt.rules.gefen import GefenRule
 
-        own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
+        # Loading, as copying, makes torch add defaults that no group has.
+        own = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
         own += [{}] * len(state_dict["param_groups"])  # torch tells if there are too many
         groups = [
             mine | {key: value for key, value in saved.items() if key not in IMPLEMENTATION}

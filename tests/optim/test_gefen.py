@@ -479,6 +479,17 @@ def test_loading_copies() -> None:
     assert equal(saved, untouched)
 
 
+def test_loading_twice() -> None:
+    """A run that goes back to an earlier state more than once, also with a copy of its optimizer."""
+    param, grad = weight(SHAPE), gradients()
+    optimizer = memopt.Gefen([param])
+    train(optimizer, param, grad, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for again in (optimizer, optimizer, copy.deepcopy(optimizer)):
+        again.load_state_dict(saved)
+        assert equal(again.state_dict()["state"], saved["state"])
+
+
 @pytest.mark.parametrize("lost", ["codebook", "exp_avg_scale"])
 def test_codes_without_their_codebook_are_refused(lost: str) -> None:
     param, grad = weight(SHAPE), gradients()

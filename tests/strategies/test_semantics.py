@@ -469,6 +469,44 @@ def test_freezing_for_a_while() -> None:
     assert float(fused.optimizer.state[fused.module.net.up.weight]["step"]) == 6
 
 
+class GoesBack(pl.Callback):
+    """Starts the moments anew at step 4; goes back to those of step 6, and of an empty optimizer, later."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer, step = trainer.optimizers[0], trainer.global_step
+        if step == 2:
+            self.empty = {**copy.deepcopy(optimizer.state_dict()), "state": {}}
+        elif step == 4:
+            optimizer.state.clear()
+        elif step == 6:
+            self.saved = copy.deepcopy(optimizer.state_dict())
+        elif step in (8, 10, 14):
+            optimizer.load_state_dict(copy.deepcopy(self.empty if step == 14 else self.saved))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "nadam", "rmsprop_centered"])
+def test_callbacks_that_replace_states(optimizer: str) -> None:
+    make = partial(Module, optimizer=OPTIMIZERS[optimizer])
+    plain, fused = assert_equal_runs(make, callbacks=lambda: [GoesBack()])
+    for param, name in zip(plain.module.parameters(), plain.weights, strict=True):
+        ours = fused.optimizer.state[fused.module.get_parameter(name)]
+        theirs = plain.optimizer.state[param]
+        assert all(ours[key] == theirs[key] for key in ("step", "mu_product") if key in theirs)
+
+
+def test_loaded_moments_keep_their_precision() -> None:
+    """torch casts what it loads to the dtype of the weights."""
+
+    class Reload(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.optimizers[0].load_state_dict(copy.deepcopy(trainer.optimizers[0].state_dict()))
+
+    strategy = memopt.ForgeStrategy(state_dtype="float32")
+    run = fit(Module(), strategy, precision="bf16-true", callbacks=[Reload()])
+    assert {state["exp_avg"].dtype for state in run.optimizer.state.values()} == {torch.float32}
+
+
 def test_parameters_without_optimizer_accumulate() -> None:
     """What is in no optimizer keeps its gradients, as in the plain run."""
 
