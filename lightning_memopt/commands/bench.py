@@ -10,6 +10,8 @@ import torch
 
 from lightning_memopt.errors import MemOptError
 
+# Of the config's section `bench`.
+KEYS = ("methods", "tokens", "warmup", "steps")
 DEFAULT_METHODS = ("adamw", "adamw_foreach", "forge_adamw", "forge_gefen")
 
 
@@ -53,6 +55,8 @@ def bench(
     from lightning_memopt.run_config import RunConfig
 
     settings = RunConfig.read(config)
+    if unknown := settings.bench.keys() - set(KEYS):
+        raise MemOptError(f"{config}: the section `bench` knows {', '.join(KEYS)}, not {', '.join(sorted(unknown))}.")
     names = methods.split(",") if methods else list(settings.bench.get("methods", DEFAULT_METHODS))
     names = list(METHODS) if names == ["all"] else list(chosen(names))
     data = settings.cli.config.data

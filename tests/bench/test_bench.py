@@ -109,6 +109,15 @@ def test_unknown_methods_are_listed():
         chosen(["adamw", "adamv"])
 
 
+def test_unknown_settings_are_named(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(SMALL.read_text().replace("warmup:", "warm_up:"))
+    with pytest.raises(SystemExit):
+        main(["bench", "--config", str(path), "--out", str(tmp_path / "out")])
+    assert "knows methods, tokens, warmup, steps, not warm_up" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_busy_time_is_the_union_of_spans():
     assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
 
