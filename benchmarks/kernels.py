@@ -203,11 +203,7 @@ def main() -> None:
                 print("  ".join(str(value) for value in table[-1].values()), flush=True)
                 torch.cuda.empty_cache()
                 if arguments.output:
-                    write(
-                        arguments.output,
-                        f"# {about}; copy {bandwidth / 1e9:.2f} TB/s; python -m benchmarks.kernels",
-                        table,
-                    )
+                    write(arguments.output, f"{about}; python -m benchmarks.kernels", table)
 
 
 def write(path: Path, about: str, table: list[dict[str, Any]]) -> None:

@@ -48,6 +48,27 @@ def table(rows: Sequence[Cells], baseline: str = "adamw") -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(rows: Sequence[Cells], baseline: str = "adamw") -> str:
+    """One line per method: time, as a part of the baseline's in brackets, and peak memory at each number of tokens."""
+    counts = sorted({row["tokens"] for row in rows if row["tokens"]}, key=int)
+    cells = {(row["method"], row["tokens"]): row for row in rows}
+    heads = [head for count in counts for head in (f"{count} tokens: ms (of torch's)", "peak GiB")]
+    lines = [f"| method | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for method, label in dict.fromkeys((row["method"], row["label"]) for row in rows):
+        line = [label]
+        for count in counts:
+            row = cells.get((method, count))
+            base = cells.get((baseline, count))
+            if row is None or row["status"] != "ok":
+                failed = cells.get((method, "")) if row is None else row
+                line += [failed["status"] if failed else "-", "-"]
+                continue
+            part = f" ({float(row['step_ms']) / float(base['step_ms']):.2f})" if base and base["step_ms"] else ""
+            line += [number(row["step_ms"]) + part, number(row["peak_gib"])]
+        lines.append(f"| {' | '.join(line)} |")
+    return "\n".join(lines) + "\n"
+
+
 def number(text: str) -> str:
     """Three significant digits, without an exponent; a dash for what was not measured."""
     if not text:
@@ -66,9 +87,10 @@ def caption(rows: Sequence[Cells]) -> str:
     others = [package for package in packages if not package.startswith("torch ")]
     size = f"{int(row['parameters']) / 1e9:.2f} B parameters, " if row["parameters"] else ""
     driver = f", driver {row['driver']}" if row["driver"] else ""
+    commands = "; ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
     return (
         f"{row['model']}: {size}{row['precision']}; {row['device']}{driver}; {', '.join([*versions, *others])}; "
-        f"{row['date'].split(' ')[0]}; `{row['command']}`\n"
+        f"{row['date'].split(' ')[0]}; {commands}\n"
     )
 
 
