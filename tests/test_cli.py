@@ -204,6 +204,14 @@ def test_help_names_every_command(capsys):
         assert command in out
 
 
+def test_help_offers_our_optimizers_and_not_their_base(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--model.help", "LlamaModule"])
+    out = "".join(capsys.readouterr().out.split())  # names may be broken over lines
+    assert all(f"lightning_memopt.{name}" in out for name in ("AdamW8bit", "Gefen", "Lion"))
+    assert "CheckedOptimizer" not in out
+
+
 def test_the_installed_program_runs():
     done = subprocess.run(
         [sys.executable, "-m", "lightning_memopt.cli", "export", "--help"], capture_output=True, text=True

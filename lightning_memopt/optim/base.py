@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 
-class CheckedOptimizer(Optimizer):
+class CheckedOptimizer(Optimizer, ABC):
     """A torch optimizer with checked options; a subclass says what a step is.
 
     Args:
@@ -49,6 +50,6 @@ class CheckedOptimizer(Optimizer):
         self._take_step()
         return loss
 
+    @abstractmethod
     def _take_step(self) -> None:
         """The step itself; gradients are not recorded."""
-        raise NotImplementedError
