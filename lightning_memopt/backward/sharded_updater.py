@@ -37,6 +37,7 @@ from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_slabs
+from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, slab_rows
 from lightning_memopt.rules import Rule
@@ -302,8 +303,10 @@ class ShardedUpdater(Updater):
 
     def _takes_all_or_nothing(self, slot: Slot) -> bool:
         """Whether an update runs in plain torch, which on one device leaves it out as a whole."""
-        codes = slot.sparse is not None and not all(isinstance(moment, Dense) for moment in self.storage(slot))
-        return codes or not slot.weight.is_cuda
+        if slot.sparse is None:
+            return not in_triton(self._as_update(slot), self.kernel)
+        codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
+        return codes or self.kernel == "reference" or not slot.weight.is_cuda
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if not update.weight.numel():  # this rank has no rows

@@ -344,6 +344,10 @@ class Updater(SlotKeeper):
                 )
             )
         slot.updated = True
+        return self._as_update(slot, coefficient)
+
+    def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
+        """The step's update of the slot's parameter, as kernels take it."""
         return Update(
             name=slot.name,
             weight=slot.weight,

@@ -56,6 +56,61 @@ def test_nonfinite_is_raised_by_all(two: Ranks, options: dict[str, Any]) -> None
     assert str(errors[0]) == str(errors[1]) and "step 3" in str(errors[0])
 
 
+class BadColumn(torch.autograd.Function):
+    """The identity; its backward pass makes the last column's gradient not-a-number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        dy = dy.clone()
+        dy[..., -1] = float("nan")
+        return dy
+
+
+class BadRow(Module):
+    """In batch 3 the last row of the head, which the last rank holds, has a bad gradient; nothing else has one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.net.embedding(batch[0])
+        y = self.net.head(x.detach())
+        y = BadColumn.apply(y) if batch_idx == 3 else y
+        return y.square().mean() + (0.0 if batch_idx == 3 else x.square().mean())
+
+
+def heads(strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The head and its step count on this rank, on the CPU."""
+
+    def head(trainer: Any) -> tuple[Tensor, float]:
+        weight = trainer.lightning_module.net.head.weight
+        return weight.to_local().detach().cpu().clone(), float(trainer.optimizers[0].state[weight]["step"])
+
+    weight, step = train(partial(BadRow, net=Straight), strategy, inspect=head, **options)["said"]
+    return {"weight": weight, "step": step}
+
+
+GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=GPUS)])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "max_epochs": 1}])
+@pytest.mark.parametrize("route", ["exchange", "reduce"])
+def test_a_bad_row_is_left_out_by_the_ranks_that_do_not_hold_it(
+    two: Ranks, route: str, options: dict[str, Any], accelerator: str
+) -> None:
+    """In plain torch, on any device, an update is left out as a whole."""
+    strategy = {"nonfinite": "skip", "route": route, "kernel": "reference"}
+    steps = 2 if options else 4
+    for now, before in zip(
+        two(heads, strategy, max_steps=steps, accelerator=accelerator, **options),
+        two(heads, strategy, max_steps=steps - 1, accelerator=accelerator, **options),
+        strict=True,
+    ):
+        assert torch.equal(now["weight"], before["weight"]) and now["step"] == before["step"] == steps - 1
+
+
 class Raises(torch.autograd.Function):
     """Fails in backward, on rank 1."""
 
