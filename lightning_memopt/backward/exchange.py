@@ -13,8 +13,9 @@ Functions of tensors and process groups: no autograd, no modules. Collectives ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -60,32 +61,41 @@ class Ranks:
 
 
 class Exchange:
-    """Factors on their way to the owners of their rows.
+    """Factors of some layers on their way to the owners of their rows, in two collectives.
+
+    The columns of all layers lie beside each other, so that what arrives is a view of what was received.
 
     Args:
-        dy: This rank's dY [tokens, R].
-        x: This rank's x [tokens, C].
+        dys: This rank's dY [tokens, R] of each layer; R may differ.
+        xs: Its x [tokens, C]; C may differ.
+        sources: For each layer, the first one with the same x, which is sent once.
         most: Largest number of tokens of any rank. Fewer are padded by rows of zeros, which add nothing.
         ranks: Who takes part.
     """
 
-    def __init__(self, dy: Tensor, x: Tensor, most: int, ranks: Ranks) -> None:
-        bounds = [ranks.rows(dy.shape[1], i % ranks.shards) for i in range(ranks.size)]
-        start, stop = ranks.rows(dy.shape[1])
-        self._x = x.new_empty(ranks.size * most, x.shape[1])
-        self._dy = dy.new_empty(ranks.size * most, stop - start)
+    def __init__(
+        self, dys: Sequence[Tensor], xs: Sequence[Tensor], sources: Sequence[int], most: int, ranks: Ranks
+    ) -> None:
+        self._sources = sources
+        self._widths = [last - first for first, last in (ranks.rows(dy.shape[1]) for dy in dys)]
+        self._columns = [
+            x.shape[1] if source == i else 0 for i, (x, source) in enumerate(zip(xs, sources, strict=True))
+        ]
+        self._x = xs[0].new_empty(ranks.size * most, sum(self._columns))
+        self._dy = dys[0].new_empty(ranks.size * most, sum(self._widths))
         self._works: list[dist.Work] = []
         if not most:
             return
-        dy, x = _padded(dy, most), _padded(x, most).contiguous()
-        sent = torch.cat([dy[:, first:last].reshape(-1) for first, last in bounds])
+        distinct = [x for x, columns in zip(xs, self._columns, strict=True) if columns]
+        x = _padded(distinct[0] if len(distinct) == 1 else torch.cat(distinct, 1), most).contiguous()
+        sent, counts = _by_owner(dys, most, ranks)
         self._works = [
             all_gather(self._x, x, group=ranks.group, async_op=True),
             all_to_all(
                 self._dy.view(-1),
                 sent,
-                output_split_sizes=[most * (stop - start)] * ranks.size,
-                input_split_sizes=[most * (last - first) for first, last in bounds],
+                output_split_sizes=[self._dy.numel() // ranks.size] * ranks.size,
+                input_split_sizes=counts,
                 group=ranks.group,
                 async_op=True,
             ),
@@ -93,20 +103,61 @@ class Exchange:
         # Kept until the collectives are through: they read them.
         self._sent: tuple[Tensor, ...] = (x, sent)
 
-    def wait(self) -> Factors:
-        """This rank's columns of dY, and x, over all ranks' tokens; kernels that follow wait, the host does not."""
+    def wait(self) -> list[Factors]:
+        """Of each layer, this rank's columns of dY, and x, over all ranks' tokens.
+
+        Kernels that follow wait, the host does not.
+        """
         for work in self._works:
             work.wait()
         self._sent = ()
-        return self._dy, self._x
+        dys, xs = self._dy.split(self._widths, 1), self._x.split(self._columns, 1)
+        return [(dy, xs[source]) for dy, source in zip(dys, self._sources, strict=True)]
 
 
-def reduce_rows(
+def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks) -> tuple[Tensor, list[int]]:
+    """The columns of dY that each rank owns of all layers, [most, columns] of rank 0 first; and their numbers."""
+    if ranks.size == ranks.shards and all(dy.shape[1] % ranks.shards == 0 for dy in dys):
+        parts = [dy.unflatten(1, (ranks.shards, -1)).transpose(0, 1) for dy in dys]
+        sent = _padded(torch.cat(parts, 2), most).view(-1)
+        return sent, [len(sent) // ranks.size] * ranks.size
+    flat = []
+    for rank in range(ranks.size):
+        bounds = [ranks.rows(dy.shape[1], rank % ranks.shards) for dy in dys]
+        columns = [dy[:, first:last] for dy, (first, last) in zip(dys, bounds, strict=True)]
+        flat.append(_padded(torch.cat(columns, 1), most).reshape(-1))
+    return torch.cat(flat), [len(part) for part in flat]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows of dW, of all owners, on their way to these.
+
+    Attributes:
+        start, stop: The rows of the owner's shard that they are; none where the shard is too short.
+        last: Whether the layer has no further block.
+    """
+
+    start: int
+    stop: int
+    last: bool
+    _mine: Tensor
+    _sent: Tensor
+    _work: dist.Work
+    _ranks: Ranks
+
+    def wait(self) -> Tensor:
+        """This rank's rows, summed over ranks, [stop - start, columns]; kernels that follow wait, the host does not."""
+        self._work.wait()
+        if self._ranks.replica_group is not None:
+            dist.all_reduce(self._mine, group=self._ranks.replica_group)
+        return self._mine[: self.stop - self.start]
+
+
+def send_blocks(
     dy: Tensor, x: Tensor, ranks: Ranks, dtype: torch.dtype, elements: int | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """This rank's rows of the sum over ranks of dYᵀ x, block by block, as (first row, row past the last, block).
-
-    The next block is formed while one is being summed. All ranks must run through all of it.
+) -> Iterator[Block]:
+    """Blocks of this rank's dYᵀ x, each formed and sent when it is asked for. All ranks must ask for all of them.
 
     Args:
         dy: This rank's dY [tokens, R].
@@ -119,30 +170,31 @@ def reduce_rows(
     per = shard_rows(total, ranks.shards)
     first, last = ranks.rows(total)
     step = max(1, (elements or BLOCK_ELEMENTS) // max(1, ranks.shards * columns))
-    flying: tuple[int, Tensor, Tensor, dist.Work] | None = None
     for start in range(0, per, step):
         rows = min(step, per - start)
         parts = [_columns(dy, owner * per + start, rows) for owner in range(ranks.shards)]
         block = matmul(torch.cat(parts, 1).t(), x, dtype)
         mine = block.new_empty(rows, columns)
         work = reduce_scatter(mine, block, group=ranks.shard_group, async_op=True)
-        if flying is not None:
-            yield from _landed(flying, last - first, ranks)
-        flying = (start, mine, block, work)
-    if flying is not None:
-        yield from _landed(flying, last - first, ranks)
+        stop = max(start, min(start + rows, last - first))
+        yield Block(start, stop, start + rows == per, mine, block, work, ranks)
 
 
-def _landed(
-    flying: tuple[int, Tensor, Tensor, dist.Work], rows: int, ranks: Ranks
+def reduce_rows(
+    dy: Tensor, x: Tensor, ranks: Ranks, dtype: torch.dtype, elements: int | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
-    start, mine, _, work = flying
-    work.wait()
-    if ranks.replica_group is not None:
-        dist.all_reduce(mine, group=ranks.replica_group)
-    stop = min(start + len(mine), rows)
-    if stop > start:
-        yield start, stop, mine[: stop - start]
+    """This rank's rows of the sum over ranks of dYᵀ x, block by block, as (first row, row past the last, block).
+
+    The next block is formed while one is being summed. All ranks must run through all of it; arguments as for
+    `send_blocks`.
+    """
+    flying: Block | None = None
+    for block in chain(send_blocks(dy, x, ranks, dtype, elements), (None,)):
+        if flying is not None:
+            rows = flying.wait()
+            if len(rows):
+                yield flying.start, flying.stop, rows
+        flying = block
 
 
 def _columns(dy: Tensor, start: int, count: int) -> Tensor:
@@ -152,7 +204,9 @@ def _columns(dy: Tensor, start: int, count: int) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+    """A tensor [..., tokens, columns] with rows of zeros after its own."""
+    missing = rows - x.shape[-2]
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def sum_over_shards(values: Tensor, ranks: Ranks) -> Tensor:

@@ -1,8 +1,9 @@
 """What ranks tell each other on the host during a step: token counts, and that one of them failed.
 
 Collectives on tensors must be issued by all ranks in one order and with sizes that fit. Autograd gives every rank the
-same order if all run the same layers. Before each exchange the ranks announce which one comes and how many tokens they
-have, so that a rank that ran other layers, or raised an error, stops all of them with a message instead of a hang.
+same order if all run the same layers. Before each exchange the ranks announce which layers come and how many tokens
+they have, so that a rank that ran other layers, or raised an error, stops all of them with a message instead of a hang.
+An announcement is of up to `ITEMS` layers: it takes the hosts as long as several kernel launches, whatever it says.
 
 The announcements go through a gloo group of their own: the host waits for the other hosts, never for a device. A rank
 that failed also leaves its error in the ranks' common store, for those that wait elsewhere: in a collective of FSDP2,
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,34 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FAILED = -1
+# Number of an item that is not there, and how many there may be: all announcements are of one length, so that two that
+# do not belong together can be compared.
+NOTHING = -1
+ITEMS = 16
 # Every run has a key of its own in the store; runs are numbered alike on all ranks.
 _runs = count()
 # Seconds a failed rank waits for the others to hear of it.
 PATIENCE = 3
+
+
+class Item(NamedTuple):
+    """What a rank says of one thing that comes next.
+
+    Attributes:
+        number: Which one; equal on all ranks.
+        value: What the others want to know of it, for example this rank's tokens.
+        source: Position of the item in the same announcement that it shares its input with, its own if none.
+        flag: Something that must hold on all ranks.
+    """
+
+    number: int
+    value: int = 0
+    source: int = 0
+    flag: bool = True
+
+
+_WIDTH = len(Item._fields)
+_EMPTY = Item(NOTHING)
 
 
 class Peers:
@@ -53,20 +78,21 @@ class Peers:
         self._failed = False
         self._key = f"memopt_failure_{next(_runs)}"
 
-    def announce(self, kind: int, number: int, value: int = 0, flag: bool = True) -> Answers:
+    def announce(self, kind: int, *items: Item) -> Answers:
         """Tell the others what comes next, and start listening to them.
 
         Args:
             kind: What comes next.
-            number: Which one.
-            value: What the others want to know of it, for example this rank's tokens.
-            flag: Something that must hold on all ranks.
+            items: Which ones, at most `ITEMS`.
         """
-        said = [kind, number, value, int(flag)]
+        said = [kind]
+        for item in (*items, *[_EMPTY] * (ITEMS - len(items))):
+            said += item
         heard = torch.tensor(said * self.size)
         if self._group is None:
-            return Answers(self, said, heard, None)
-        return Answers(self, said, heard, all_gather(heard, torch.tensor(said), group=self._group, async_op=True))
+            return Answers(self, len(items), said, heard, None)
+        work = all_gather(heard, torch.tensor(said), group=self._group, async_op=True)
+        return Answers(self, len(items), said, heard, work)
 
     def check(self, said: Sequence[int], heard: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks announced.
@@ -79,19 +105,20 @@ class Peers:
             words = self._left_words()
             self._failed = True
             raise UpdateError(words or f"rank {failed[0]} failed.")
-        if any(other[:2] != said[:2] for other in heard):
-            self._failed = True
-            listed = (f"rank {rank} has {self.describe(kind, number)}" for rank, (kind, number, *_) in enumerate(heard))
-            raise UpdateError(
-                f"ranks disagree about what comes next in backward: {', '.join(listed)}. Every rank must run "
-                "the same layers in the same order in each step: tokens may differ, the path may not."
-            )
+        for at in range(1, len(said), _WIDTH):
+            if any(other[0] != said[0] or other[at] != said[at] for other in heard):
+                self._failed = True
+                have = (f"rank {rank} has {self.describe(other[0], other[at])}" for rank, other in enumerate(heard))
+                raise UpdateError(
+                    f"ranks disagree about what comes next in backward: {', '.join(have)}. Every rank must run "
+                    "the same layers in the same order in each step: tokens may differ, the path may not."
+                )
 
     def all_of(self, flags: Sequence[bool], kind: int) -> list[bool]:
         """Whether each flag is set on all ranks."""
         if self._group is None:
             return list(flags)
-        self.announce(kind, len(flags)).wait()
+        self.announce(kind, Item(len(flags))).wait()
         both = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(flag) for flag in both.tolist()]
@@ -105,7 +132,7 @@ class Peers:
         with suppress(RuntimeError):
             _store().set(self._key, words)
         with suppress(RuntimeError):  # nobody listens any more
-            self.announce(FAILED, 0).work.wait(timedelta(seconds=PATIENCE))  # type: ignore[union-attr]
+            self.announce(FAILED).work.wait(timedelta(seconds=PATIENCE))  # type: ignore[union-attr]
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -138,27 +165,35 @@ class Answers:
 
     Attributes:
         peers: Who listens.
-        said: Kind, number, value and flag of this rank.
-        heard: Those of every rank, one after the other, once `work` is through.
+        count: Number of items.
+        said: The kind, and what this rank says of each item.
+        heard: The same of every rank, one after the other, once `work` is through.
         work: The collective; None with one rank.
     """
 
     peers: Peers
+    count: int
     said: list[int]
     heard: Tensor
     work: dist.Work | None
 
-    def wait(self) -> tuple[list[int], bool]:
-        """Every rank's value, in rank order, and whether all flags are set.
+    def wait(self) -> list[list[Item]]:
+        """For each item, what every rank says of it, in rank order.
 
         Raises:
             UpdateError: Another rank failed, or is about to do something else.
         """
         if self.work is not None:
             self.work.wait()
-        heard = self.heard.view(self.peers.size, -1).tolist()
+        heard: list[list[int]] = self.heard.view(self.peers.size, -1).tolist()
         self.peers.check(self.said, heard)
-        return [value for _, _, value, _ in heard], all(flag for *_, flag in heard)
+        starts = range(1, 1 + self.count * _WIDTH, _WIDTH)
+        return [[_item(other[at : at + _WIDTH]) for other in heard] for at in starts]
+
+
+def _item(said: Sequence[int]) -> Item:
+    number, value, source, flag = said
+    return Item(number, value, source, bool(flag))
 
 
 def _store() -> dist.Store:

@@ -39,6 +39,7 @@ class ShardedSlot(Slot):
         unsharded: What layers and autograd use.
         ranks: Who shares the gradient.
         number: Position among all slots, the same on all ranks.
+        unit: Number of the parameters that FSDP2 gathers together with this one.
 
     Attributes:
         outgoing: Factors (dY, x) of this rank's tokens that have not been sent to the owners of their rows, and the
@@ -56,10 +57,11 @@ class ShardedSlot(Slot):
         unsharded: nn.Parameter,
         ranks: Ranks,
         number: int,
+        unit: int,
     ) -> None:
         unsharded.requires_grad_(True)
         super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
-        self._unsharded, self.ranks, self.number = unsharded, ranks, number
+        self._unsharded, self.number, self.unit = unsharded, number, unit
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
         shape = self.param.shape
         first, last = ranks.rows(shape[0])
@@ -144,6 +146,12 @@ class ShardedSlot(Slot):
         self.factors.append(factors)
         self.versions.append(factors[1]._version)
 
+    def part_from_others(self) -> None:
+        """Copy factors that lie in memory with other layers', which would be kept for as long as these."""
+        factors, self.factors, self.versions = self.factors, [], []
+        for dy, x in factors:
+            self.arrive((_alone(dy), _alone(x)))
+
     def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add rows of dW, summed over ranks, to the buffer, which a rank without rows has as well: an empty one."""
         if self.sparse is not None and self.sparse.accumulates:
@@ -167,6 +175,10 @@ class ShardedSlot(Slot):
         """Also forget what was not sent."""
         super().drop()
         self.outgoing = []
+
+
+def _alone(part: Tensor) -> Tensor:
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 class LocalState(MutableMapping[str, Any]):

@@ -1,9 +1,8 @@
 """The updater of sharded parameters: gradients are summed over ranks before rules see them.
 
 Autograd says when this rank's part of a gradient is complete, as for one device. Then, instead of updating, the factors
-are announced, sent to the owners of their rows (`lightning_memopt.backward.exchange`) and used in three stages. While
-one layer is announced, the one before it is sent and the one before that updated, so that communication overlaps the
-backward computation in between. Every rank sends the same layers in the same order.
+are sent to the owners of their rows (`lightning_memopt.backward.shipping`), where they arrive a few layers later. So
+communication overlaps the backward computation in between. Every rank sends the same layers in the same order.
 
     step, immediate    factors are sent, and the owner's rows updated, as soon as they are complete
     step, deferred     factors are sent; their owner keeps them, or the gradient of its rows if that is smaller
@@ -27,16 +26,17 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
-from lightning_memopt.backward.exchange import Exchange, Ranks, any_rank, reduce_rows, sum_over_shards
+from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
-from lightning_memopt.backward.peers import Answers, Peers
+from lightning_memopt.backward.peers import NOTHING, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot, row_entries, spread_rows
+from lightning_memopt.backward.shipping import FACTORS, Parcel, Shipping
 from lightning_memopt.backward.slot import Slot
-from lightning_memopt.backward.traffic import Route, cheaper_route, exchange_bytes, reduce_bytes
+from lightning_memopt.backward.traffic import Route
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.kernels import Factors, Update, apply_slabs
+from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, slab_rows
@@ -47,11 +47,8 @@ from lightning_memopt.sparsity.state import MASK
 if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
 
-# Factors of which the others have been told, and those on their way; whether they complete the gradient.
-Announced = tuple[ShardedSlot, Factors, bool, Answers]
-Flying = tuple[ShardedSlot, Exchange, bool]
-# Kinds of announcements.
-FACTORS, UPDATE, END = 1, 2, 3
+# Kinds of announcements, besides that of factors.
+UPDATE, END = FACTORS + 1, FACTORS + 2
 
 
 class ShardedUpdater(Updater):
@@ -59,9 +56,8 @@ class ShardedUpdater(Updater):
 
     Attributes:
         route: How gradients of linear layers are summed over ranks; ``"auto"`` takes what moves fewer bytes.
-        ahead: Announce a layer before the one before it is sent, so that the host need not wait for the answers. By
-            default for GPUs, whose hosts run ahead of them.
-        plan: Route and bytes received, by parameter name, of the last step.
+        ahead: Go on with the backward pass before the other hosts have answered an announcement. By default for GPUs,
+            whose hosts run ahead of them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,25 +65,32 @@ class ShardedUpdater(Updater):
         self.reports = NonFiniteReports(self.reports.mode, together=True)
         self.route: Literal["auto"] | Route = "auto"
         self.ahead: bool | None = None
-        self.plan: dict[str, tuple[Route, int]] = {}
         self.ranks: Ranks | None = None
         self.peers: Peers | None = None
-        self._unsharded: Mapping[nn.Parameter, nn.Parameter] = {}
-        self._announced: Announced | None = None
-        self._flying: Flying | None = None
+        self._shipping: Shipping | None = None
+        self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
 
     # ---------------------------------------------------------------- set-up
 
-    def share(self, ranks: Ranks, peers: Peers, unsharded: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Say who trains together, and which unsharded parameter belongs to each sharded one."""
+    @property
+    def plan(self) -> Mapping[str, tuple[Route, int]]:
+        """Route and bytes received, by parameter name, of the last step."""
+        return {} if self._shipping is None else self._shipping.plan
+
+    def share(self, ranks: Ranks, peers: Peers, unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]]) -> None:
+        """Say who trains together, and which unsharded parameter belongs to each sharded one, of which unit."""
         self.ranks, self.peers, self._unsharded = ranks, peers, unsharded
         peers.describe = self._describe
+        ahead = any(param.is_cuda for param in unsharded) if self.ahead is None else self.ahead
+        self._shipping = Shipping(ranks, peers, self, self.route, ahead)
 
     def _describe(self, kind: int, number: int) -> str:
         if kind == END:
             return "the end of the step"
+        if number == NOTHING:
+            return "no further layer"
         names = [slot.name for slot in self.slots.values()]
         return names[number] if number < len(names) else "another parameter"
 
@@ -101,8 +104,9 @@ class ShardedUpdater(Updater):
                 "module that holds it, or do not shard in configure_model and let the strategy do so."
             )
         assert self.ranks is not None
-        number = len(self.slots)
-        return ShardedSlot(self, name, param, optimizer, group, rule, unsharded, self.ranks, number)
+        return ShardedSlot(
+            self, name, param, optimizer, group, rule, unsharded[0], self.ranks, len(self.slots), unsharded[1]
+        )
 
     def _fill_state(self, slot: Slot) -> None:
         """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter.
@@ -187,68 +191,46 @@ class ShardedUpdater(Updater):
     @torch.no_grad()
     def _send(self, slot: ShardedSlot, complete: bool) -> None:
         """Send what `slot` has; if that makes the gradient `complete`, its owner's update follows."""
-        assert self.ranks is not None and self.peers is not None
-        ranks = self.ranks
-        dy, x = slot.take_outgoing()
-        if ranks.size == 1:
+        assert self.ranks is not None and self._shipping is not None
+        size, (dy, x) = self.ranks.size, slot.take_outgoing()
+        if size == 1:
             slot.arrive((dy, x))
             self._arrived(slot, complete)
             return
-        bounded = not self._takes_all_or_nothing(slot) or _product_below(dy, x, slot.rule.limit / ranks.size)
-        answers = self.peers.announce(FACTORS, slot.number, len(dy), bounded)
-        before, self._announced = self._announced, (slot, (dy, x), complete, answers)
-        self._exchange(before)
-        if not (dy.is_cuda if self.ahead is None else self.ahead):
-            self._exchange_announced()
+        bounded = not self._takes_all_or_nothing(slot) or _product_below(dy, x, slot.rule.limit / size)
+        self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded))
 
-    def _exchange_announced(self) -> None:
-        announced, self._announced = self._announced, None
-        self._exchange(announced)
+    def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
+        """The factors of this rank's rows, over the tokens of all ranks."""
+        parcel.slot.arrive(factors)
+        self._arrived(parcel.slot, parcel.complete)
+        parcel.slot.part_from_others()
 
-    def _exchange(self, announced: Announced | None) -> None:
-        """Send what was announced, once the others have answered."""
-        if announced is None:
-            return
-        assert self.ranks is not None
-        ranks, (slot, (dy, x), complete, answers) = self.ranks, announced
-        tokens, bounded = answers.wait()
-        route = self._choose(slot, max(tokens), dy.element_size())
-        if route == "exchange":
-            before, self._flying = self._flying, (slot, Exchange(dy, x, max(tokens), ranks), complete)
-            self._receive(before)
-            return
-        self._land()
-        blocks = reduce_rows(dy, x, ranks, compute_dtype(slot.param))
-        if complete and bounded and not slot.pending:
-            self._settle(slot, apply_slabs(self._begin(slot), blocks, self.kernel))
-            return
+    def receive_block(self, parcel: Parcel, block: Block) -> None:
+        """The next rows of the gradient; the first ones decide whether the update consumes them."""
+        slot, rows = parcel.slot, block.wait()
         # A block that was consumed cannot be taken back: one that may not be finite waits for the others.
-        slot.add_blocks(blocks)
-        if complete:
+        if block.start == 0 and parcel.complete and parcel.bounded and not slot.pending:
+            parcel.update = self._begin(slot)
+        if parcel.update is None:
+            slot.add_blocks([(block.start, block.stop, rows)] if len(rows) else [])
+            if block.last and parcel.complete:
+                self._update(slot)
+            return
+        if len(rows):
+            parcel.finite &= apply_gradient(parcel.update.rows(block.start, block.stop), rows, self.kernel)
+        if block.last:
+            self._settle(slot, parcel.finite)
+
+    def receive_rows(self, parcel: Parcel, rows: Iterator[tuple[int, int, Tensor]]) -> None:
+        """All rows of the gradient of a sparse weight."""
+        slot = parcel.slot
+        if parcel.complete and parcel.bounded and not slot.pending:
+            self._settle(slot, apply_slabs(self._begin(slot), rows, self.kernel))
+            return
+        slot.add_blocks(rows)
+        if parcel.complete:
             self._update(slot)
-
-    def _choose(self, slot: ShardedSlot, tokens: int, itemsize: int) -> Route:
-        assert self.ranks is not None
-        size, shards, shape = self.ranks.size, self.ranks.shards, (slot.param.shape[0], slot.param.shape[1])
-        wide = compute_dtype(slot.param).itemsize
-        route = cheaper_route(shape, tokens, size, shards, itemsize, wide) if self.route == "auto" else self.route
-        if route == "exchange":
-            moved = exchange_bytes(shape, tokens, size, shards, itemsize)
-        else:
-            moved = reduce_bytes(shape, size, shards, wide)
-        self.plan[slot.name] = route, moved
-        return route
-
-    def _land(self) -> None:
-        flying, self._flying = self._flying, None
-        self._receive(flying)
-
-    def _receive(self, flying: Flying | None) -> None:
-        """Wait for factors under way, on the device."""
-        if flying is not None:
-            slot, exchange, complete = flying
-            slot.arrive(exchange.wait())
-            self._arrived(slot, complete)
 
     def _arrived(self, slot: ShardedSlot, complete: bool) -> None:
         if complete:
@@ -263,14 +245,15 @@ class ShardedUpdater(Updater):
             assert isinstance(slot, ShardedSlot)
             if slot.outgoing:
                 self._send(slot, complete=False)
-        self._exchange_announced()
-        self._land()
+        if self._shipping is not None:
+            self._shipping.flush()
         super()._end_pass()
 
     def drop_queue(self, optimizer: Optimizer | None = None) -> None:
         """Also forget factors under way."""
         super().drop_queue(optimizer)
-        self._announced = self._flying = None
+        if self._shipping is not None:
+            self._shipping.forget()
         if optimizer is None:  # a step broke off
             self._outcomes = []
 
@@ -299,7 +282,8 @@ class ShardedUpdater(Updater):
             sound = grad is None or bool((grad.abs() < limit).all())
         if slot.sparse is not None and slot.sparse.stored is not None:
             sound = sound and bool((slot.sparse.stored.abs() < limit).all())
-        return self.peers.announce(UPDATE, slot.number, flag=sound).wait()[1]
+        (said,) = self.peers.announce(UPDATE, Item(slot.number, flag=sound)).wait()
+        return all(item.flag for item in said)
 
     def _takes_all_or_nothing(self, slot: Slot) -> bool:
         """Whether an update runs in plain torch, which on one device leaves it out as a whole."""

@@ -243,8 +243,17 @@ class Slot:
 
     def _check_inputs(self) -> None:
         for (_, x), version in zip(self.factors, self.versions, strict=True):
-            if x._version != version:
-                raise UpdateError(
-                    f"the input of {self.name} was changed in place between its backward pass and the update. "
-                    "Give each micro-batch tensors of its own."
-                )
+            check_unchanged(self.name, x, version)
+
+
+def check_unchanged(name: str, x: Tensor, version: int) -> None:
+    """See to it that the input of a weight is still what it was at its use.
+
+    Raises:
+        UpdateError: It was changed in place, so that the weight gradient is lost.
+    """
+    if x._version != version:
+        raise UpdateError(
+            f"the input of {name} was changed in place between its backward pass and the update. "
+            "Give each micro-batch tensors of its own."
+        )

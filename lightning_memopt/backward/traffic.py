@@ -2,7 +2,8 @@
 
 With N ranks, a weight [R, C], T tokens per rank and b bytes per element of x and dY:
 
-    exchange    (N-1) T (C + R/N) b      x of the other ranks, and their dY columns of this rank's rows
+    exchange    (N-1) T (C + R/N) b      x of the other ranks, and their dY columns of this rank's rows; layers with
+                                         the same x receive it once
     reduce      (N-1) (R/N) C 4          float32 partial sums of this rank's rows of dW
     FSDP2       (N-1) (R/N) C b          the same in the gradient's own precision, of a stored dW
 
@@ -12,7 +13,8 @@ lightning_memopt.backward.traffic`` prints the table of ``docs/sharding.md``.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 Route = Literal["exchange", "reduce"]
 
@@ -31,7 +33,9 @@ def shard_rows(rows: int, shards: int) -> int:
     return -(-rows // shards)
 
 
-def exchange_bytes(shape: tuple[int, int], tokens: int, ranks: int, shards: int, itemsize: int) -> int:
+def exchange_bytes(
+    shape: tuple[int, int], tokens: int, ranks: int, shards: int, itemsize: int, gathers: bool = True
+) -> int:
     """Received by one rank that exchanges factors.
 
     Args:
@@ -40,9 +44,10 @@ def exchange_bytes(shape: tuple[int, int], tokens: int, ranks: int, shards: int,
         ranks: Ranks that have tokens.
         shards: Ranks that hold different rows; fewer than `ranks` where replicas of them exist.
         itemsize: Bytes of an element of x and dY.
+        gathers: Whether x is received for this layer, and not with another one.
     """
     rows, columns = shape
-    return (ranks - 1) * tokens * (columns + shard_rows(rows, shards)) * itemsize
+    return (ranks - 1) * tokens * (gathers * columns + shard_rows(rows, shards)) * itemsize
 
 
 def reduce_bytes(shape: tuple[int, int], ranks: int, shards: int, itemsize: int = 4) -> int:
@@ -53,10 +58,50 @@ def reduce_bytes(shape: tuple[int, int], ranks: int, shards: int, itemsize: int 
     return (shards - 1) * part + 2 * (replicas - 1) * part // replicas
 
 
-def cheaper_route(shape: tuple[int, int], tokens: int, ranks: int, shards: int, itemsize: int, wide: int = 4) -> Route:
-    """The way that moves fewer bytes; the same on all ranks, as everything it depends on is."""
-    exchange = exchange_bytes(shape, tokens, ranks, shards, itemsize)
-    return "exchange" if exchange <= reduce_bytes(shape, ranks, shards, wide) else "reduce"
+class Layer(NamedTuple):
+    """One of the layers that are sent together.
+
+    Attributes:
+        shape: Rows and columns of the weight.
+        tokens: The largest number of tokens of any rank.
+        source: Position of the first layer with the same x.
+        itemsize: Bytes of an element of x and dY.
+        wide: Bytes of an element of the sum.
+    """
+
+    shape: tuple[int, int]
+    tokens: int
+    source: int
+    itemsize: int
+    wide: int = 4
+
+
+def received(layers: Sequence[Layer], routes: Sequence[Route], ranks: int, shards: int) -> list[int]:
+    """Bytes that one rank receives for each layer, by the given routes."""
+    gathered: set[int] = set()
+    counts = []
+    for (shape, tokens, source, itemsize, wide), route in zip(layers, routes, strict=True):
+        if route == "exchange":
+            counts.append(exchange_bytes(shape, tokens, ranks, shards, itemsize, source not in gathered))
+            gathered.add(source)
+        else:
+            counts.append(reduce_bytes(shape, ranks, shards, wide))
+    return counts
+
+
+def cheaper_routes(layers: Sequence[Layer], ranks: int, shards: int) -> list[Route]:
+    """The way that moves fewer bytes, one for all layers with the same x.
+
+    The same on all ranks, as everything it depends on is.
+    """
+    ways: tuple[Route, ...] = ("exchange", "reduce")
+    costs = [received(layers, [way] * len(layers), ranks, shards) for way in ways]
+    routes: list[Route] = []
+    for layer in layers:
+        alike = [i for i, other in enumerate(layers) if other.source == layer.source]
+        exchange, reduce = (sum(cost[i] for i in alike) for cost in costs)
+        routes.append("exchange" if exchange <= reduce else "reduce")
+    return routes
 
 
 def table(tokens: tuple[int, ...] = (512, 2048), ranks: tuple[int, ...] = (2, 4, 8, 32, 128, 512)) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.backward.exchange import Ranks
+from lightning_memopt.backward.groups import ranks_of
 from lightning_memopt.backward.peers import Peers
 from lightning_memopt.backward.sharded_updater import ShardedUpdater
 from lightning_memopt.compat import refusal
@@ -98,6 +98,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         self._mesh: DeviceMesh | None = None
         self._names_before: dict[nn.Parameter, str] = {}
         self._peers: Peers | None = None
+        self._ranks: Ranks | None = None
 
     # ---------------------------------------------------------------- set-up
 
@@ -158,24 +159,10 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         self._names_before = {}
         if self._peers is None:
             self._peers = Peers(self.world_size, self.timeout)
-        self.updater.share(self._ranks(), self._peers, unsharded)
-
-    def _ranks(self) -> Ranks:
-        mesh = self._mesh
-        assert mesh is not None
-        world = dist.group.WORLD
-        assert world is not None
-        if self.replicate > 1:
-            return Ranks(
-                group=world,
-                shard_group=mesh.get_group("shard"),
-                replica_group=mesh.get_group("replicate"),
-                size=self.world_size,
-                shards=mesh.size(1),
-                index=mesh.get_local_rank("shard"),
-            )
-        group = mesh.get_group()
-        return Ranks(group, group, None, mesh.size(), mesh.size(), mesh.get_local_rank())
+        if self._ranks is None:
+            assert self._mesh is not None
+            self._ranks = ranks_of(self._mesh, self.timeout)
+        self.updater.share(self._ranks, self._peers, unsharded)
 
     # ---------------------------------------------------------------- steps
 

@@ -135,14 +135,16 @@ def _prepare(module: nn.Module, place: Callable[[nn.Module], object], done: set[
             done.add(tensor)
 
 
-def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """For each sharded parameter, the one that layers use. FSDP2 creates it when a unit is gathered first: now.
+def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, tuple[nn.Parameter, int]]:
+    """For each sharded parameter, the one that layers use, and a number of the unit that both are of.
+
+    FSDP2 creates the one that layers use when a unit is gathered first: now.
 
     Raises:
         UnsupportedError: A unit that the user sharded keeps its parameters in CPU memory.
     """
-    pairs: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
+    pairs: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+    for unit, part in enumerate(module.modules()):
         if not isinstance(part, FSDPModule):
             continue
         with torch.no_grad():
@@ -155,7 +157,7 @@ def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         for group in groups:
             if isinstance(group.offload_policy, CPUOffloadPolicy):
                 raise refusal("CPU offload", type(part).__name__)
-            pairs |= {param.sharded_param: param._unsharded_param for param in group.fsdp_params}
+            pairs |= {param.sharded_param: (param._unsharded_param, unit) for param in group.fsdp_params}
     return pairs
 
 

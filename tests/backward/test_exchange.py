@@ -50,13 +50,33 @@ def summed(dtype: torch.dtype) -> None:
         whole = sum(dy.double().t() @ x.double() for dy, x in pairs)
         assert isinstance(whole, Tensor)
         start, stop = ranks.rows(shape[0])
-        dy, x = Exchange(*mine, max(TOKENS), ranks).wait()
+        ((dy, x),) = Exchange([mine[0]], [mine[1]], [0], max(TOKENS), ranks).wait()
         torch.testing.assert_close(dy.double().t() @ x.double(), whole[start:stop], rtol=1e-12, atol=1e-12)
         for elements in (1, 2 * 3 * shape[1], 10**6):
             rows = torch.full((stop - start, shape[1]), torch.nan)
             for first, last, block in reduce_rows(*mine, ranks, torch.float32, elements):
                 rows[first:last] = block
             torch.testing.assert_close(rows.double(), whole[start:stop], rtol=1e-5, atol=1e-5)
+
+
+def bundled(dtype: torch.dtype, heights: tuple[int, ...]) -> None:
+    """Layers that travel together arrive as they would alone; the second and fourth have the first one's x."""
+    ranks = join_group()
+    sources, widths = [0, 0, 2, 0, 4], [5, 5, 3, 5, 8]
+    layers = [factors_of(ranks.index, shape, dtype, TOKENS[ranks.index]) for shape in zip(heights, widths, strict=True)]
+    dys, xs = [dy for dy, _ in layers], [layers[source][1] for source in sources]
+    alone = [Exchange([dy], [x], [0], max(TOKENS), ranks).wait()[0] for dy, x in zip(dys, xs, strict=True)]
+    together = Exchange(dys, xs, sources, max(TOKENS), ranks).wait()
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert together[3][1].data_ptr() == together[0][1].data_ptr()
+
+
+@pytest.mark.parametrize("heights", [(6, 9, 3, 12, 6), (6, 7, 1, 2, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bundles(three: Ranks, dtype: torch.dtype, heights: tuple[int, ...]) -> None:
+    """Equal shards, and uneven and empty ones."""
+    three(bundled, dtype, heights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,12 +116,19 @@ def counted(dtype: torch.dtype) -> list[tuple[int, int]]:
         for shape in SHAPES:
             mine = factors_of(ranks.index, shape, dtype, tokens)
             counter.received = 0
-            Exchange(*mine, tokens, ranks).wait()
+            Exchange([mine[0]], [mine[1]], [0], tokens, ranks).wait()
             predicted = traffic.exchange_bytes(shape, tokens, ranks.size, ranks.shards, dtype.itemsize)
             pairs.append((predicted, counter.received))
             counter.received = 0
             list(reduce_rows(*mine, ranks, torch.float32))
             pairs.append((traffic.reduce_bytes(shape, ranks.size, ranks.shards), counter.received))
+        layers = [traffic.Layer(shape, tokens, 0, dtype.itemsize) for shape in ((6, 5), (9, 5), (3, 5))]
+        x = factors_of(ranks.index, (1, 5), dtype, tokens)[1]
+        dys = [factors_of(ranks.index, layer.shape, dtype, tokens)[0] for layer in layers]
+        counter.received = 0
+        Exchange(dys, [x] * 3, [0] * 3, tokens, ranks).wait()
+        predicted = sum(traffic.received(layers, ["exchange"] * 3, ranks.size, ranks.shards))
+        pairs.append((predicted, counter.received))
     finally:
         for name, plain in zip(names, counter.plain, strict=True):
             setattr(exchange, name, plain)
@@ -118,10 +145,14 @@ def test_predicted_bytes_are_those_counted(three: Ranks, dtype: torch.dtype) -> 
 
 def test_cheaper_route() -> None:
     """Few tokens or ranks: exchange. Many: reduce. Never by the rank's own view."""
-    layer = (14336, 4096)
-    assert traffic.cheaper_route(layer, 512, 8, 8, 2) == "exchange"
-    assert traffic.cheaper_route(layer, 8192, 8, 8, 2) == "reduce"
-    assert traffic.cheaper_route(layer, 512, 512, 512, 2) == "reduce"
+    layer = traffic.Layer((14336, 4096), 512, 0, 2)
+    assert traffic.cheaper_routes([layer], 8, 8) == ["exchange"]
+    assert traffic.cheaper_routes([layer._replace(tokens=8192)], 8, 8) == ["reduce"]
+    assert traffic.cheaper_routes([layer], 512, 512) == ["reduce"]
+    # What q's x costs, k and v need not pay.
+    q, k = (traffic.Layer((rows, 4096), 2048, 0, 2) for rows in (4096, 1024))
+    assert traffic.cheaper_routes([k], 2, 2) == ["reduce"]
+    assert traffic.cheaper_routes([q, k, k, k._replace(source=3)], 2, 2) == ["exchange"] * 3 + ["reduce"]
     assert traffic.reduce_bytes((8, 4), 4, 2) == 4 * 4 * 4 + 4 * 4 * 4  # reduce-scatter, all-reduce of two replicas
 
 

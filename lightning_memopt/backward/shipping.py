@@ -1,0 +1,259 @@
+"""The way of factors from this rank's backward pass to the owners of their rows: collected, announced, sent, used.
+
+The layers of one unit of FSDP2 go together, so that hosts speak to each other, and devices start collectives, once for
+all of them; an input that several layers share is sent once. While one bundle is collected the one before it travels:
+
+    collect    until the unit ends or the bundle is full. Every rank closes it after the same layer.
+    announce   the hosts tell each other the layers, their tokens and which of them share an input
+    send       once the others have answered, for which they have the time of another layer
+    use        when the next bundle is closed: by then it has had the time of a whole unit to arrive
+
+What is sent and used, and in which order, is the same on all ranks: it depends on layers, and on what was announced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.backward.exchange import Block, Exchange, Ranks, reduce_rows, send_blocks
+from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
+from lightning_memopt.backward.sharded_slot import ShardedSlot
+from lightning_memopt.backward.slot import check_unchanged
+from lightning_memopt.backward.traffic import Layer, Route, cheaper_routes, received
+from lightning_memopt.kernels import Factors, Update
+from lightning_memopt.kernels.reference import compute_dtype
+
+# The kind of the announcements.
+FACTORS = 1
+# Bytes of a bundle's factors on this rank, if every rank had as many tokens as the one that had most in the bundle
+# before: the layers of a block of an 8B Llama with 3000 tokens.
+BUNDLE_BYTES = 1 << 29
+# Blocks of dW that are on their way at a time.
+BLOCKS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """A layer's factors, until its update.
+
+    Attributes:
+        slot: The weight.
+        factors: This rank's dY [tokens, R] and x [tokens, C]; None once sent.
+        version: Of x, which must not change before it is sent.
+        complete: Whether they complete the gradient.
+        bounded: Whether the gradient is known to be finite, on all ranks once announced.
+        update: The update that blocks of the gradient are consumed by, if they are.
+        finite: Whether it was taken so far.
+    """
+
+    slot: ShardedSlot
+    factors: Factors | None
+    version: int
+    complete: bool
+    bounded: bool
+    update: Update | None = None
+    finite: bool = True
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of dY and x."""
+        dy, x = self._unsent
+        return dy.dtype, x.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return len(self._unsent[0])
+
+    @property
+    def input(self) -> tuple[object, ...]:
+        """What is equal for two layers with the same x, as long as both wait."""
+        x = self._unsent[1]
+        return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+    @property
+    def _unsent(self) -> Factors:
+        assert self.factors is not None
+        return self.factors
+
+    def take(self) -> Factors:
+        """The factors, which are gone then.
+
+        Raises:
+            UpdateError: x was changed in place meanwhile.
+        """
+        dy, x = self._unsent
+        check_unchanged(self.slot.name, x, self.version)
+        self.factors = None
+        return dy, x
+
+
+class Receiver(Protocol):
+    """What is done with what arrives, in the order of sending."""
+
+    def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
+        """The factors of this rank's rows, over the tokens of all ranks."""
+
+    def receive_block(self, parcel: Parcel, block: Block) -> None:
+        """The next rows of the gradient."""
+
+    def receive_rows(self, parcel: Parcel, rows: Iterator[tuple[int, int, Tensor]]) -> None:
+        """All rows of the gradient of a sparse weight, see `reduce_rows`."""
+
+
+class Shipping:
+    """Sends factors and hands out what arrives.
+
+    Args:
+        ranks: Who takes part.
+        peers: Their hosts.
+        receiver: What is done with what arrives.
+        route: How gradients are summed over ranks; ``"auto"`` takes what moves fewer bytes.
+        ahead: Let the hosts' answers take the time of another layer; else they are waited for at once.
+
+    Attributes:
+        plan: Route and bytes received, by parameter name, of the last step.
+    """
+
+    def __init__(
+        self, ranks: Ranks, peers: Peers, receiver: Receiver, route: Literal["auto"] | Route, ahead: bool
+    ) -> None:
+        self.ranks, self.peers, self.receiver = ranks, peers, receiver
+        self.route, self.ahead = route, ahead
+        self.plan: dict[str, tuple[Route, int]] = {}
+        self._collected: list[Parcel] = []
+        self._elements = 0
+        self._announced: tuple[list[Parcel], Answers] | None = None
+        # Whether it is a block, and what hands it out.
+        self._flying: deque[tuple[bool, Callable[[], None]]] = deque()
+        self._sent = self._used = 0
+        # Of the last bundle that was sent: most tokens of a layer, 0 before the first one; whether all was reduced.
+        self._tokens = 0
+        self._reduced = False
+
+    def send(self, parcel: Parcel) -> None:
+        """Take over a layer's factors."""
+        if self._collected and not self._fits(parcel):
+            self._close()
+        elif self._collected:
+            self._send_announced()
+        self._collected.append(parcel)
+        self._elements += sum(parcel.slot.param.shape)
+
+    def flush(self) -> None:
+        """Send and use everything."""
+        if self._collected:
+            self._close()
+        self._send_announced()
+        self._use(self._sent)
+
+    def forget(self) -> None:
+        """Drop everything: the step broke off."""
+        self._collected, self._announced, self._elements = [], None, 0
+        self._flying.clear()
+        self._used = self._sent
+
+    # ---------------------------------------------------------------- collect, announce
+
+    def _fits(self, parcel: Parcel) -> bool:
+        """Whether the layer may join the bundle; the same on all ranks."""
+        # Blocks of gradients fill the link by themselves, and are better spread over the backward pass.
+        if not self._tokens or self._reduced or len(self._collected) == ITEMS:
+            return False
+        first = self._collected[0]
+        if parcel.slot.unit != first.slot.unit or parcel.dtypes != first.dtypes:
+            return False
+        if any(parcel.slot is other.slot for other in self._collected):  # parts are used in their order
+            return False
+        elements = self._elements + sum(parcel.slot.param.shape)
+        return elements * self._tokens * parcel.dtypes[1].itemsize <= BUNDLE_BYTES
+
+    def _close(self) -> None:
+        bundle, self._collected, self._elements = self._collected, [], 0
+        inputs = [parcel.input for parcel in bundle]
+        items = [
+            Item(parcel.slot.number, parcel.tokens, inputs.index(own), parcel.bounded)
+            for parcel, own in zip(bundle, inputs, strict=True)
+        ]
+        answers, before = self.peers.announce(FACTORS, *items), self._sent
+        self._send_announced()
+        self._announced = bundle, answers
+        self._use(before)
+        if not self.ahead:
+            self._send_announced()
+
+    # ---------------------------------------------------------------- send
+
+    def _send_announced(self) -> None:
+        if self._announced is None:
+            return
+        (bundle, answers), self._announced = self._announced, None
+        said = answers.wait()
+        tokens = [[item.value for item in items] for items in said]
+        # Shared by all ranks or by none.
+        sources = [
+            items[0].source if all(item.source == items[0].source for item in items) else i
+            for i, items in enumerate(said)
+        ]
+        for parcel, items in zip(bundle, said, strict=True):
+            parcel.bounded = all(item.flag for item in items)
+        routes = self._choose(bundle, [max(counts) for counts in tokens], sources)
+        self._tokens = max(max(counts) for counts in tokens)
+        self._reduced = "exchange" not in routes
+        together: dict[tuple[int, ...], list[int]] = {}
+        for i, (way, counts) in enumerate(zip(routes, tokens, strict=True)):
+            if way == "exchange":
+                together.setdefault(tuple(counts), []).append(i)
+            else:
+                self._reduce(bundle[i])
+        for places in together.values():
+            at = {sources[i]: place for place, i in reversed(list(enumerate(places)))}
+            dys, xs = zip(*(bundle[i].take() for i in places), strict=True)
+            exchange = Exchange(dys, xs, [at[sources[i]] for i in places], max(tokens[places[0]]), self.ranks)
+            self._fly(False, partial(self._arrive, [bundle[i] for i in places], exchange))
+
+    def _choose(self, bundle: Sequence[Parcel], tokens: Sequence[int], sources: Sequence[int]) -> list[Route]:
+        size, shards = self.ranks.size, self.ranks.shards
+        layers = []
+        for parcel, most, source in zip(bundle, tokens, sources, strict=True):
+            rows, columns = parcel.slot.param.shape
+            wide = compute_dtype(parcel.slot.param).itemsize
+            layers.append(Layer((rows, columns), most, source, parcel.dtypes[0].itemsize, wide))
+        routes = cheaper_routes(layers, size, shards) if self.route == "auto" else [self.route] * len(layers)
+        for parcel, way, moved in zip(bundle, routes, received(layers, routes, size, shards), strict=True):
+            self.plan[parcel.slot.name] = way, moved
+        return routes
+
+    def _reduce(self, parcel: Parcel) -> None:
+        dtype = compute_dtype(parcel.slot.param)
+        if parcel.slot.sparse is not None:  # kernels of active weights want all rows in one go
+            self._use(self._sent)
+            self.receiver.receive_rows(parcel, reduce_rows(*parcel.take(), self.ranks, dtype))
+            return
+        for block in send_blocks(*parcel.take(), self.ranks, dtype):
+            self._fly(True, partial(self.receiver.receive_block, parcel, block))
+            while sum(is_block for is_block, _ in self._flying) > BLOCKS:
+                self._use(self._used + 1)
+
+    def _fly(self, is_block: bool, hand_out: Callable[[], None]) -> None:
+        self._flying.append((is_block, hand_out))
+        self._sent += 1
+
+    # ---------------------------------------------------------------- use
+
+    def _arrive(self, parcels: Sequence[Parcel], exchange: Exchange) -> None:
+        for parcel, factors in zip(parcels, exchange.wait(), strict=True):
+            self.receiver.receive_factors(parcel, factors)
+
+    def _use(self, count: int) -> None:
+        """Hand out what was sent, in order, up to that many in all; kernels wait for it, the host does not."""
+        while self._used < count:
+            self._used += 1
+            self._flying.popleft()[1]()
