@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,10 +143,11 @@ def trace(
                 with torch.autocast("meta"):
                     loss = _loss(module.training_step(batch, 0))
                 live.sample()
+                forward = len(live.samples)
                 loss.backward()
                 del loss
             live.sample()
-            return Trace(tuple(live.samples), live.now)
+            return Trace(tuple(_with_old_gradients(live.samples, forward, live.now)), live.now)
     except (NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
         raise MemOptError(
             f"{type(module).__name__}.training_step cannot be traced without data: {type(error).__name__}: {error}"
@@ -159,6 +160,12 @@ def trace(
         for param in module.parameters():
             param.grad = None
             param.__dict__.pop(SLOT, None)
+
+
+def _with_old_gradients(samples: Sequence[Bytes], forward: int, end: Bytes) -> Iterator[Bytes]:
+    """Samples of a step that is not the first: Lightning frees the last step's gradients between forward and backward."""
+    for i, sample in enumerate(samples):
+        yield sample._replace(gradients=sample.gradients + end.gradients) if i < forward else sample
 
 
 def _hook(live: LiveBytes, route: Route) -> Any:

@@ -57,6 +57,12 @@ def test_forward_keeps_the_input_of_every_layer():
     assert 3 * TENSOR <= peak <= 4 * TENSOR + 2048
 
 
+def test_the_last_steps_gradients_stay_through_the_forward_pass():
+    # Lightning's optimizer closure frees them just before the backward pass.
+    assert traced("stored").samples[0].gradients == 3 * WEIGHT
+    assert traced("fused").samples[0].gradients == traced("released").samples[0].gradients == 0
+
+
 def test_gradients_stay_only_where_they_are_stored():
     assert traced("stored").end.gradients == 3 * WEIGHT
     assert sum(traced("released").end) == sum(traced("fused").end) == 0
@@ -100,7 +106,7 @@ def test_mixed_precision_keeps_copies_of_weights_and_small_activations():
     module = Layers().to("meta")
     mixed = trace(module, batch, "stored", autocast=torch.bfloat16)
     forward_end = mixed.samples[0]
-    full = trace(module, batch, "stored").peak().activations
+    full = max(sample.activations for sample in trace(module, batch, "stored").samples)
     assert forward_end.activations >= 3 * WEIGHT // 2  # bf16 copies of three weights
     assert trace(module, batch, "fused", autocast=torch.bfloat16).peak().activations < full
 
@@ -306,7 +312,10 @@ def plan_of():
                 setattr(module, name, value)
             batch = data.batch(module.vocab_size, tokens // data.batch_size)
             strategy = settings.trainer.strategy
-            found[key] = memopt.plan(module, batch, methods=list(METHODS), precision="bf16-true", strategy=strategy)
+            methods = [
+                method for *case, method, _, given in recorded() if case == [config, tokens] and given == options
+            ]
+            found[key] = memopt.plan(module, batch, methods=methods, precision="bf16-true", strategy=strategy)
         return found[key]
 
     return cached
