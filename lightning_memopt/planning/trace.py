@@ -163,7 +163,7 @@ def trace(
 
 
 def _with_old_gradients(samples: Sequence[Bytes], forward: int, end: Bytes) -> Iterator[Bytes]:
-    """Samples of a step that is not the first: Lightning frees the last step's gradients between forward and backward."""
+    """Samples of a step that is not the first: Lightning frees old gradients between forward and backward."""
     for i, sample in enumerate(samples):
         yield sample._replace(gradients=sample.gradients + end.gradients) if i < forward else sample
 
