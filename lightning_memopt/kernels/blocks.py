@@ -4,7 +4,7 @@ A tile is [N, WIDTH]: N runs of up to `WIDTH` consecutive weights of one row, wh
 `WIDTH` is `storage_8bit.BLOCK`, or the length of the blocks that share a second moment if those are longer (`width`).
 Weight, moments and codes are contiguous and share element offsets; scales and shared moments have one value per block,
 in the order of the weights. How a moment lies in memory is its kind, a constant of the compiled kernel: a new storage
-is a number and a line in `kernels.codes`, and a branch in `_load` and `_store` here.
+is a number and a line in `kernels.codes`, and a branch in `load` and `store` here.
 """
 
 from __future__ import annotations
@@ -45,43 +45,70 @@ def _blocks(place, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
-    """The largest magnitude in each block of codes, [N, blocks]."""
-    if x.shape[1] == _BLOCK:
+def _parts(x, LENGTH: tl.constexpr):
+    """[N, blocks, LENGTH] of a tile."""
+    return tl.reshape(x, (x.shape[0], x.shape[1] // LENGTH, LENGTH))
+
+
+@triton.jit
+def largest(x, LENGTH: tl.constexpr):
+    """The largest magnitude in each block, [N, blocks]."""
+    if x.shape[1] == LENGTH:
         return tl.max(tl.abs(x), 1)[:, None]
     else:
-        return tl.max(tl.reshape(tl.abs(x), (x.shape[0], x.shape[1] // _BLOCK, _BLOCK)), 2)
+        return tl.max(_parts(tl.abs(x), LENGTH), 2)
 
 
 @triton.jit
-def _spread(scale, WIDTH: tl.constexpr):
-    """One value per block of codes, so that it broadcasts against the weights."""
-    if WIDTH == _BLOCK:
-        return scale
+def total(x, LENGTH: tl.constexpr):
+    """The sum over each block, [N, blocks]."""
+    if x.shape[1] == LENGTH:
+        return tl.sum(x, 1)[:, None]
     else:
-        parts = tl.broadcast_to(tl.expand_dims(scale, 2), (scale.shape[0], scale.shape[1], _BLOCK))
-        return tl.reshape(parts, (scale.shape[0], WIDTH))
+        return tl.sum(_parts(x, LENGTH), 2)
 
 
 @triton.jit
-def _load(values, scales, at, place, valid, bend, KIND: tl.constexpr):
-    """A moment, and its unit."""
+def spread(values, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
+    """One value per block, [N, blocks], so that it broadcasts against the weights."""
+    if WIDTH == LENGTH:
+        return values
+    else:
+        parts = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], values.shape[1], LENGTH))
+        return tl.reshape(parts, (values.shape[0], WIDTH))
+
+
+@triton.jit
+def load(values, scales, at, place, valid, bend, KIND: tl.constexpr, LENGTH: tl.constexpr):
+    """A moment, and its unit.
+
+    Args:
+        values, scales: Pointers; offsets `at` [N, WIDTH] of those of `values` that are one per weight.
+        place, valid: As `step` takes them.
+        bend: Of the curve.
+        KIND: See `kernels.codes`.
+        LENGTH: Weights in a block of what has a value per block.
+    """
     WIDTH: tl.constexpr = at.shape[1]
     unit = 1.0
     if KIND <= _SLOW:
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     elif KIND == _MEAN:
-        index, exists, size = _blocks(place, WIDTH, WIDTH)
-        x = tl.load(values + index, mask=exists, other=0.0)
+        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        x = spread(tl.load(values + index, mask=exists, other=0.0), WIDTH, LENGTH)
     else:
         x = codes.decode(tl.load(values + at, mask=valid, other=0), bend, KIND)
-        index, exists, size = _blocks(place, WIDTH, _BLOCK)
-        unit = _spread(codes.unit(tl.load(scales + index, mask=exists, other=0.0), KIND), WIDTH)
+        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        unit = spread(codes.unit(tl.load(scales + index, mask=exists, other=0.0), KIND), WIDTH, LENGTH)
     return x, unit
 
 
 @triton.jit
-def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+def store(
+    x, values, scales, at, place, valid, random, bend,
+    KIND: tl.constexpr, LENGTH: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Write a moment; what a block shares may come once per block, or as often as it has weights. See `load`."""
     WIDTH: tl.constexpr = at.shape[1]
     if KIND <= _SLOW:
         if KIND == _SLOW and STOCHASTIC and values.dtype.element_ty == tl.bfloat16:
@@ -89,12 +116,14 @@ def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr
         else:
             tl.store(values + at, x.to(values.dtype.element_ty), mask=valid)
     elif KIND == _MEAN:
-        index, exists, size = _blocks(place, WIDTH, WIDTH)
+        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        if x.shape[1] == WIDTH:
+            x = largest(x, LENGTH)
         tl.store(values + index, x, mask=exists)
     else:
-        # Lanes beyond the end of a row hold at most the smallest live value, so they need no mask here.
-        block_scale = codes.block_scale(_largest(x))
-        scale = _spread(block_scale, WIDTH)
+        # Lanes that are no weights hold at most the smallest live value, so they need no mask here.
+        block_scale = codes.block_scale(largest(x, LENGTH))
+        scale = spread(block_scale, WIDTH, LENGTH)
         if KIND == _SIGNED:
             code = codes.encode_signed(x, scale)
         elif KIND == _POSITIVE:
@@ -102,12 +131,12 @@ def _store(x, values, scales, at, place, valid, random, bend, KIND: tl.constexpr
         else:
             code = codes.encode_curve(x, scale, bend)
         tl.store(values + at, code, mask=valid)
-        index, exists, size = _blocks(place, WIDTH, _BLOCK)
+        index, exists, size = _blocks(place, WIDTH, LENGTH)
         tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def _random_bits(key, start, offset, columns, WIDTH: tl.constexpr):
+def random_bits(key, start, offset, columns, WIDTH: tl.constexpr):
     """`tiles.random_bits` of a tile: where runs begin at even elements, as nearly always, one hash for two of them."""
     first = start + offset
     if (offset | columns) & 1 == 0:
@@ -144,6 +173,7 @@ def step(
         STOCHASTIC: Whether a bf16 weight, bf16 slow moments and positive codes are rounded stochastically.
     """
     SHARED: tl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
+    SECOND: tl.constexpr = raw.shape[1] if SHARED else _BLOCK
     common, own = tiles.scalars(row_ptr, SCALARS)
     bend = 0.0
     if len(KINDS) > 0 and KINDS[0] == _CURVE:
@@ -154,11 +184,11 @@ def step(
     old0, old1, old2 = raw, raw, raw
     unit0, unit1, unit2 = 1.0, 1.0, 1.0
     if len(KINDS) > 0:
-        old0, unit0 = _load(values[0], scales[0], at, place, valid, bend, KINDS[0])
+        old0, unit0 = load(values[0], scales[0], at, place, valid, bend, KINDS[0], _BLOCK)
     if len(KINDS) > 1:
-        old1, unit1 = _load(values[1], scales[1], at, place, valid, bend, KINDS[1])
+        old1, unit1 = load(values[1], scales[1], at, place, valid, bend, KINDS[1], SECOND)
     if len(KINDS) > 2:
-        old2, unit2 = _load(values[2], scales[2], at, place, valid, bend, KINDS[2])
+        old2, unit2 = load(values[2], scales[2], at, place, valid, bend, KINDS[2], _BLOCK)
     w, g = tiles.prepare(old, raw, common)
     if factor_ptr is not None:
         g *= tl.load(factor_ptr + place[1][:, None] + tl.arange(0, raw.shape[1])[None, :], mask=valid, other=0.0)
@@ -181,17 +211,17 @@ def step(
         m0 = tl.where(keep, m0, old0 * unit0)
         m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1 * unit1)
         m2 = tl.where(keep, m2, old2 * unit2)
-    random = _random_bits(tl.load(key_ptr), start, offset, place[2], raw.shape[1])
+    random = random_bits(tl.load(key_ptr), start, offset, place[2], raw.shape[1])
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:
         tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=valid)
     if len(KINDS) > 0:
-        _store(m0, values[0], scales[0], at, place, valid, random, bend, KINDS[0], STOCHASTIC)
+        store(m0, values[0], scales[0], at, place, valid, random, bend, KINDS[0], _BLOCK, STOCHASTIC)
     if len(KINDS) > 1:
-        _store(m1, values[1], scales[1], at, place, valid, random, bend, KINDS[1], STOCHASTIC)
+        store(m1, values[1], scales[1], at, place, valid, random, bend, KINDS[1], SECOND, STOCHASTIC)
     if len(KINDS) > 2:
-        _store(m2, values[2], scales[2], at, place, valid, random, bend, KINDS[2], STOCHASTIC)
+        store(m2, values[2], scales[2], at, place, valid, random, bend, KINDS[2], _BLOCK, STOCHASTIC)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -248,13 +278,15 @@ def has_factors(update: Update) -> bool:
     return gefen_columns.SCALE in update.state
 
 
+def scales(update: Update) -> tuple[Tensor, ...]:
+    """The scales of each moment; a pointer that is never read stands in for those of moments that have none."""
+    names = (storage.scale_name if isinstance(storage, Codes) else storage.name for storage in update.storage)
+    return tuple(update.state[name] for name in names)
+
+
 def arguments(update: Update) -> Arguments:
     """The pointers and constants of an update, for launch."""
     values = [update.state[storage.name] for storage in update.storage]
-    # A pointer that is never read stands in for the scales of moments that have none.
-    scales = [
-        update.state[storage.scale_name if isinstance(storage, Codes) else storage.name] for storage in update.storage
-    ]
     contiguous = [tensor.contiguous() for tensor in (update.weight, *values)]
     strided = (update.weight, *values)
     copies = tuple((old, new) for old, new in zip(strided, contiguous, strict=True) if old is not new)
@@ -268,7 +300,7 @@ def arguments(update: Update) -> Arguments:
     tensors = (
         contiguous[0],
         tuple(contiguous[1:]),
-        tuple(scales),
+        scales(update),
         update.state.get(gefen_columns.SCALE),
         update.row,
         update.row_key,

@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -20,6 +18,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import reference, sparse
 from lightning_memopt.kernels.memory import factors_key, gradient_key
 from lightning_memopt.kernels.slabs import Factors, finite, slab_rows, slabs
+from lightning_memopt.kernels.sparse import has_triton
 from lightning_memopt.kernels.update import Update
 
 Kernel = Literal["auto", "reference", "two_pass", "fused"]
@@ -58,18 +57,13 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         raise UnsupportedError(
             f"kernel='fused' needs a CUDA device, not '{device.type}'; set kernel='auto', which takes what fits."
         )
-    if not _has_triton():
+    if not has_triton():
         raise UnsupportedError("kernel='fused' needs Triton: pip install triton, or set kernel='auto'.")
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def in_triton(update: Update, kernel: Kernel) -> bool:
     """Whether one of the Triton kernels takes this update."""
-    if kernel == "reference" or not update.weight.is_cuda or not _has_triton():
+    if kernel == "reference" or not update.weight.is_cuda or not has_triton():
         return False
     from lightning_memopt.kernels import gpu
 

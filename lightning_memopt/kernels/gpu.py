@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, launch, tuning
 from lightning_memopt.kernels.memory import Repeat, factors_key, gradient_key
-from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, join, matmul, slabs
+from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, equal_rows, join, matmul, slabs
 from lightning_memopt.kernels.update import Update
 
 
@@ -124,9 +124,7 @@ def run(route: tuning.Route, update: Update, dy: Tensor, x: Tensor) -> None:
 def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
     """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
     rows, columns = update.weight.shape
-    # Whole tiles of the matmul, and slabs of equal height, so that the last one is not a sliver.
-    count = -(-rows * columns // GPU_SLAB_ELEMENTS)
-    height = -(-rows // count // 128) * 128 if count > 1 else rows
+    height = equal_rows(rows, columns, GPU_SLAB_ELEMENTS)
     for start, stop, slab in slabs(factors, grad, torch.float32, height):
         flat.apply_gradient(update.rows(start, stop), slab)
 

@@ -61,12 +61,15 @@ def facts(update: Update) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         weight.stride(),
         weight.dtype,
     ]
-    for tensor in (update.row, update.row_key, update.nonfinite):
+    active = update.active
+    mask = () if active is None else (active.bits, active.index, active.cohort)
+    for tensor in (update.row, update.row_key, update.nonfinite, *mask):
         known.append(None if tensor is None else tensor.data_ptr())
     for key, value in update.state.items():
-        if key in counts:
+        # What a sparse weight counts reaches its kernels by the table of ages.
+        if key in counts or not isinstance(value, Tensor):
             continue
-        if isinstance(value, Tensor) and value.is_cuda:
+        if value.is_cuda:
             known += (key, value.data_ptr(), value.shape, value.stride(), value.dtype)
         else:  # its value counts
             known += (key, id(value))

@@ -21,6 +21,12 @@ def slab_rows(columns: int, device: torch.device) -> int:
     return max(1, elements // max(1, columns))
 
 
+def equal_rows(rows: int, columns: int, most: int) -> int:
+    """Rows of slabs of at most about `most` elements: whole tiles of a matmul, and the last slab no sliver."""
+    count = -(-rows * columns // most)
+    return -(-rows // count // 128) * 128 if count > 1 else rows
+
+
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of a and b, summed and returned in `dtype`: no bit is lost to the operands' own precision."""
     if a.dtype == dtype:

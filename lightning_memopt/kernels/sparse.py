@@ -8,15 +8,17 @@ so that one is not fused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
-from lightning_memopt.kernels.slabs import Factors, slab_rows
-from lightning_memopt.kernels.sparse_gradient import ActiveSlab, active_slabs, masked
+from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, equal_rows, pieces, slab_rows
+from lightning_memopt.kernels.sparse_gradient import active_slabs, masked
 from lightning_memopt.kernels.update import Update
+from lightning_memopt.sparsity.bits import unpack
 
 
 def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> bool:
@@ -26,11 +28,19 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
         As `lightning_memopt.kernels.dispatch.apply_factors`.
     """
     rows, columns = update.weight.shape
-    step = rows if kernel == "reference" else slab_rows(columns, update.weight.device)
     if kernel != "reference" and _in_triton(update):
-        in_triton(update, factors, grad, step, fused=kernel == "fused")
+        in_triton(update, factors, grad, _height(update), fused=kernel == "fused")
         return True
+    step = rows if kernel == "reference" else slab_rows(columns, update.weight.device)
     return sparse_reference.apply(update, factors, grad, step)
+
+
+def _height(update: Update) -> int:
+    """Rows of a slab on a GPU: fewer where plain torch looks at it too, with some int64 for every weight."""
+    assert update.active is not None
+    rows, columns = update.weight.shape
+    alone = update.active.stored is None and update.active.growth is None
+    return equal_rows(rows, columns, GPU_SLAB_ELEMENTS if alone else GPU_SLAB_ELEMENTS // 2)
 
 
 def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: str) -> bool:
@@ -40,15 +50,20 @@ def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel
         As `lightning_memopt.kernels.dispatch.apply_slabs`.
     """
     assert update.active is not None
-    parts = masked(slabs, update.active.bits)
     if kernel != "reference" and _in_triton(update):
-        _slabs_in_triton(update, parts)
+        _slabs_in_triton(update, slabs)
         return True
-    return sparse_reference.apply_slabs(update, parts)
+    return sparse_reference.apply_slabs(update, masked(slabs, update.active.bits))
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def _in_triton(update: Update) -> bool:
-    if not update.weight.is_cuda or update.row is None or find_spec("triton") is None:
+    if not update.weight.is_cuda or update.row is None or not has_triton():
         return False
     from lightning_memopt.kernels import sparse_triton
 
@@ -61,23 +76,29 @@ def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, r
 
     active, shape = update.active, tuple(update.weight.shape)
     assert active is not None
-    whole = grad is None and active.stored is None and active.growth is None
-    if fused and whole and sparse_triton.fuses(update):
+    if active.stored is not None:
+        slabs = active_slabs(shape, active.bits, factors, grad, active.stored, torch.float32, rows)
+        _slabs_in_triton(update, ((start, stop, slab) for start, stop, slab, _ in slabs))
+    elif not factors and active.growth is None:
+        assert grad is not None
+        _slabs_in_triton(update, [(0, len(grad), grad)])
+    elif fused and grad is None and active.growth is None and sparse_triton.fuses(update):
         _upload_ages(update)
         sparse_triton.apply_factors(update, factors)
-        return
-    _slabs_in_triton(update, active_slabs(shape, active.bits, factors, grad, active.stored, torch.float32, rows))
+    else:
+        _slabs_in_triton(update, pieces(factors, grad, torch.float32, rows))
 
 
-def _slabs_in_triton(update: Update, slabs: Iterable[ActiveSlab]) -> None:
+def _slabs_in_triton(update: Update, slabs: Iterable[tuple[int, int, Tensor]]) -> None:
     from lightning_memopt.kernels import sparse_triton
 
     active, columns = update.active, update.weight.shape[1]
     assert active is not None
     _upload_ages(update)
-    for start, _, slab, mask in slabs:
+    for start, stop, slab in slabs:
         if active.growth is not None:
-            active.growth.add(update.offset + start * columns, slab, mask)
+            mask = unpack(active.bits, start * columns, stop * columns)
+            active.growth.add(update.offset + start * columns, slab.reshape(-1), mask)
         sparse_triton.apply_slab(update, slab.view(-1, columns), start)
 
 

@@ -32,6 +32,14 @@ def spans(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]
     return shape[0], -(-shape[1] // span(block, density))
 
 
+def length_of(columns: int, count: int) -> int:
+    """Weights in a span, where rows of `columns` have `count` spans: the least power of two that makes so many."""
+    length = 1
+    while -(-columns // length) > count:
+        length *= 2
+    return length
+
+
 @dataclass(frozen=True, eq=False)
 class Where:
     """Where active weights lie.
@@ -53,10 +61,9 @@ class Where:
 
     def blocks(self, values: Tensor) -> Spans:
         """The blocks that `values`, [rows, spans in a row], belong to."""
-        count, length = values.shape[1], 1
+        count = values.shape[1]
         if count not in self._known:
-            while -(-self.columns // length) > count:
-                length *= 2
+            length = length_of(self.columns, count)
             row = self.at // self.columns
             number = (self.at - row * self.columns) // length + row * count if count > 1 else row
             self._known[count] = Spans(number, len(values), count)
@@ -97,7 +104,7 @@ class Spans:
 
     def put(self, values: Tensor, x: Tensor) -> None:
         """Write what all weights of a block agree on; values of empty blocks stay."""
-        values.view(-1)[self.number] = x.view(-1)
+        values.view(-1)[self.number] = x.view(-1).to(values.dtype)
 
 
 def where(state: Mapping[str, Any]) -> Where | None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_cases import BF16, INTERPRETED, make_update
+from sparse_cases import sparsify
 
 from lightning_memopt.kernels import dispatch
 from lightning_memopt.kernels.memory import CAPACITY, Memory, factors_key, gradient_key
@@ -75,7 +76,9 @@ def launched(monkeypatch):
     """What reached the launcher, of all launches."""
     from triton.runtime import driver
 
-    kernels = (hopper.weight_gradient_update, _flat().flat_update)
+    from lightning_memopt.kernels import sparse_triton
+
+    kernels = (hopper.weight_gradient_update, _flat().flat_update, sparse_triton.slab_update)
     for kernel in kernels:
         kernel.device_caches.clear()
     Driver.launched.clear()
@@ -143,6 +146,27 @@ def test_a_repeated_flat_launch_is_an_ordinary_one(launched) -> None:
     flat.call(update, grad, blocks.arguments(update)).run()
     assert plain(launched[-2]) == plain(launched[-1])
     assert len(flat.flat_update.device_caches[0][0]) == 1
+
+
+@compiles
+@pytest.mark.parametrize("rule", ["adamw", "gefen"])
+def test_a_repeated_sparse_launch_is_an_ordinary_one(rule, launched) -> None:
+    """With the gradient and the ages of another step, but not where other tensors have moved."""
+    from lightning_memopt.kernels import sparse_triton
+
+    update = replace(sparsify(make_update(rule, (40, 200), "cpu", BF16), torch.rand(40, 200) < 0.5), memory=Memory())
+    steps, names = [], update.active.ages.names
+    for row_key in (update.row_key, update.row_key, update.row_key.clone()):
+        update.row_key, update.state["smet_steps"] = row_key, len(steps)
+        update.active.ages.table = torch.rand(3, 1 + len(names))
+        for start, rows in ((0, 24), (24, 16)):
+            grad = torch.zeros(rows, 200)
+            steps.append(update.memory.recall(update, (start, rows, names, gradient_key(grad, "slab"))) is not None)
+            sparse_triton.apply_slab(update, grad, start)
+            sparse_triton.call(update, grad, start).run()
+            assert plain(launched[-2]) == plain(launched[-1])
+    assert steps == [False, False, True, True, False, False]
+    assert len(sparse_triton.slab_update.device_caches[0][0]) == 1
 
 
 @compiles
