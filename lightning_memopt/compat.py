@@ -232,7 +232,7 @@ CASES = (
     Case(
         "SMET with AdamW8bit",
         "exact",
-        "blocks are the active weights in a span of a row; a topology update encodes codes anew; plain-torch kernels",
+        "blocks are the active weights in a span of a row; a topology update encodes codes anew",
         "AdamW8bit",
     ),
     Case(
