@@ -176,7 +176,7 @@ def test_a_step_that_is_not_finite_leaves_out_elements(rule, device) -> None:
 def test_launches_are_remembered(rule, device) -> None:
     """Steps that repeat launches are those that do not, also with other ages, and after the state has moved."""
     torch.manual_seed(14)
-    shape = (48, 256)
+    shape = (16, 256)
     update = sparsify(make_update(rule, shape, device, BF16), random_mask(shape, 0.4, device))
     again = replace(twin(update, None), memory=Memory())
     for step in range(4):
