@@ -2,6 +2,7 @@
 
     python -m benchmarks.multigpu                 all GPUs there are
     python -m benchmarks.multigpu --ranks 2 --layers 8 --only speed
+    python -m benchmarks.multigpu --ranks 2 --only speed --methods forge_fsdp --profile traces
 
 Every job runs in processes of its own, started by torchrun, so that memory is counted from nothing and a killed rank
 ends its job as it would a user's. Parts:
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -112,11 +113,20 @@ METHODS = (
 )
 
 
-def speed(base: Callable[..., Job], ranks: int, folder: Path, shape: dict[str, int]) -> Iterator[dict[str, Any]]:
+def speed(
+    base: Callable[..., Job],
+    ranks: int,
+    folder: Path,
+    shape: dict[str, int],
+    methods: Sequence[str],
+    traces: str | None,
+) -> Iterator[dict[str, Any]]:
     """Every method at both sizes; AdamW with clipping as well."""
     sizes = [min(tokens, shape["max_seq_len"]) for tokens in (512, 2048)]
-    make = partial(base, part="speed", ranks=ranks, shape=shape, tokens=sizes, profile=True)
+    make = partial(base, part="speed", ranks=ranks, shape=shape, tokens=sizes, profile=True, traces=traces)
     for method, optimizer, route in METHODS:
+        if method not in methods:
+            continue
         for clip in (None, 1.0) if optimizer in ("adamw", "adamw_fused") and route == "auto" else (None,):
             row = {"part": "speed", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
             row["clip"] = clip
@@ -179,6 +189,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parts = ("equal", "resume", "kill", "speed")
     parser.add_argument("--only", choices=parts, nargs="*", default=parts)
+    every = sorted({method for method, *_ in METHODS})
+    parser.add_argument("--methods", choices=every, nargs="*", default=every, help="of speed")
+    parser.add_argument(
+        "--profile",
+        metavar="FOLDER",
+        help="write Chrome traces of a step of each method there; watching the host slows it, so `hidden` is smaller",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/multigpu.csv"))
     options = parser.parse_args()
     cuda = options.device == "cuda"
@@ -203,7 +220,11 @@ def main() -> None:
         # Checks are not timed and run side by side; nothing runs beside what is timed.
         with ThreadPoolExecutor(len(checks) or 1) as pool:
             answers: Iterator[dict[str, Any]] = itertools.chain.from_iterable(pool.map(list, checks))
-            timed = speed(base, ranks, folder, shape) if "speed" in options.only else iter(())
+            timed = (
+                speed(base, ranks, folder, shape, options.methods, options.profile)
+                if "speed" in options.only
+                else iter(())
+            )
             for row in itertools.chain(answers, timed):
                 print(json.dumps(row), flush=True)
                 writer.writerow(row | place)

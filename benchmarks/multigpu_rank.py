@@ -40,6 +40,7 @@ class Job:
         clip: Largest norm, or None.
         load, save: Checkpoints.
         kill: Step at which rank 1 kills itself in backward.
+        traces: Folder for a Chrome trace of the last step, host and device, by rank and number of tokens.
     """
 
     part: str
@@ -59,6 +60,7 @@ class Job:
     load: str | None = None
     save: str | None = None
     kill: int | None = None
+    traces: str | None = None
     answer: str = ""
     seed: int = field(default=0)
 
@@ -139,7 +141,10 @@ class Meter(pl.Callback):
             self.received = 0
             if self.job.profile and self.job.device == "cuda":
                 torch.cuda.synchronize()
-                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                kinds = [torch.profiler.ProfilerActivity.CUDA]
+                if self.job.traces:
+                    kinds.append(torch.profiler.ProfilerActivity.CPU)
+                self.profiler = torch.profiler.profile(activities=kinds)
                 self.profiler.start()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -191,6 +196,15 @@ class Meter(pl.Callback):
             return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
         return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
 
+    def trace_path(self) -> str:
+        """A file for the trace of this rank's last step."""
+        job = self.job
+        tokens = job.tokens[len(self.results)]
+        words = [job.method, job.optimizer, job.route, f"{tokens}tokens", *(["clipped"] if job.clip else [])]
+        folder = Path(job.traces or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder / f"{'-'.join(words)}.{os.environ['RANK']}.json.gz")
+
     def hidden(self) -> float | None:
         """The part of the time in NCCL kernels during which others ran as well."""
         if self.profiler is None:
@@ -198,6 +212,8 @@ class Meter(pl.Callback):
         torch.cuda.synchronize()
         profiler, self.profiler = self.profiler, None
         profiler.stop()
+        if self.job.traces:
+            profiler.export_chrome_trace(self.trace_path())
         spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):

@@ -29,8 +29,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all = dist.all_to_all_single
 
-# Elements of a block of dW: large enough for a link's bandwidth, small beside an activation.
-BLOCK_ELEMENTS = 1 << 23
+# Elements of a block of dW over all owners, 128 MiB in float32. Each costs the host five launches, and an update of a
+# part of the weight costs it more than one of the whole: a layer of an 8B Llama is one or two blocks.
+BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ def send_blocks(
     step = max(1, (elements or BLOCK_ELEMENTS) // max(1, ranks.shards * columns))
     for start in range(0, per, step):
         rows = min(step, per - start)
-        parts = [_columns(dy, owner * per + start, rows) for owner in range(ranks.shards)]
-        block = matmul(torch.cat(parts, 1).t(), x, dtype)
+        block = matmul(_rows_of_all(dy, start, rows, per, ranks.shards).t(), x, dtype)
         mine = block.new_empty(rows, columns)
         work = reduce_scatter(mine, block, group=ranks.shard_group, async_op=True)
         stop = max(start, min(start + rows, last - first))
@@ -197,10 +197,16 @@ def reduce_rows(
         flying = block
 
 
-def _columns(dy: Tensor, start: int, count: int) -> Tensor:
-    """Columns [start, start + count) of dY, those past the last as zeros."""
-    part = dy[:, min(start, dy.shape[1]) : start + count]
-    return torch.nn.functional.pad(part, (0, count - part.shape[1]))
+def _rows_of_all(dy: Tensor, start: int, count: int, per: int, shards: int) -> Tensor:
+    """Of each owner's `per` columns of dY, those from `start` on, side by side; zeros where a shard is too short."""
+    missing = per * shards - dy.shape[1]
+    if not missing and count == per:
+        return dy
+    if not missing:
+        return dy.unflatten(1, (shards, per))[:, :, start : start + count].flatten(1)
+    bounds = [min(owner * per + start, dy.shape[1]) for owner in range(shards)]
+    parts = [dy[:, first : first + count] for first in bounds]
+    return torch.cat([torch.nn.functional.pad(part, (0, count - part.shape[1])) for part in parts], 1)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -35,7 +35,7 @@ FACTORS = 1
 # Bytes of a bundle's factors on this rank, if every rank had as many tokens as the one that had most in the bundle
 # before: the layers of a block of an 8B Llama with 3000 tokens.
 BUNDLE_BYTES = 1 << 29
-# Blocks of dW that are on their way at a time.
+# Blocks of dW that exist at a time: one is formed and sent before the one before it is used.
 BLOCKS = 2
 
 
@@ -134,9 +134,9 @@ class Shipping:
         # Whether it is a block, and what hands it out.
         self._flying: deque[tuple[bool, Callable[[], None]]] = deque()
         self._sent = self._used = 0
-        # Of the last bundle that was sent: most tokens of a layer, 0 before the first one; whether all was reduced.
+        # Most tokens of a layer of the last bundle that was sent, 0 before the first one; whether bundles are reduced.
         self._tokens = 0
-        self._reduced = False
+        self._reduced = route == "reduce"
 
     def send(self, parcel: Parcel) -> None:
         """Take over a layer's factors."""
@@ -206,7 +206,9 @@ class Shipping:
             parcel.bounded = all(item.flag for item in items)
         routes = self._choose(bundle, [max(counts) for counts in tokens], sources)
         self._tokens = max(max(counts) for counts in tokens)
-        self._reduced = "exchange" not in routes
+        exchanged = "exchange" in routes
+        if exchanged or len(bundle) > 1:  # a layer alone may be exchanged as soon as it shares its input
+            self._reduced = not exchanged
         together: dict[tuple[int, ...], list[int]] = {}
         for i, (way, counts) in enumerate(zip(routes, tokens, strict=True)):
             if way == "exchange":
@@ -239,7 +241,7 @@ class Shipping:
             return
         for block in send_blocks(*parcel.take(), self.ranks, dtype):
             self._fly(True, partial(self.receiver.receive_block, parcel, block))
-            while sum(is_block for is_block, _ in self._flying) > BLOCKS:
+            while sum(is_block for is_block, _ in self._flying) >= BLOCKS:
                 self._use(self._used + 1)
 
     def _fly(self, is_block: bool, hand_out: Callable[[], None]) -> None:
