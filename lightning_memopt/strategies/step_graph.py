@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,8 @@ from lightning_memopt.errors import MemOptError
 EAGER_STEPS = 3
 # Graphs kept, one for each combination of batch shapes; other shapes run eagerly.
 MAX_GRAPHS = 4
+# Steps after which it is said that a state that is not final yet keeps the steps eager.
+PATIENCE = 50
 
 
 class CaptureError(MemOptError, RuntimeError):
@@ -131,6 +134,7 @@ class StepGraphs:
         self.updater, self.module, self.strict = updater, module, strict
         self.reason: str | None = None
         self._seen: dict[Any, int] = {}
+        self._waited = 0
         self._graphs: dict[Any, StepGraph] = {}
         self._params = list(module.parameters())
         self._captured: list[Any] = []
@@ -148,7 +152,8 @@ class StepGraphs:
             self._forget_if_changed()
             graph = self._graphs.get(key)
             if graph is None:
-                if self._unsettled():
+                if (name := self._unsettled()) is not None:
+                    self._say_waiting(name)
                     return None
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] <= EAGER_STEPS or len(self._graphs) >= MAX_GRAPHS:
@@ -179,10 +184,20 @@ class StepGraphs:
         self._seen.clear()
         self._captured = captured
 
-    def _unsettled(self) -> bool:
-        """Whether tensors of a state are still to be replaced; those of a frozen weight wait until it is trained."""
+    def _unsettled(self) -> str | None:
+        """A parameter whose state is still to be replaced; that of a frozen one waits until it is trained."""
         slots = self.updater.slots.values()
-        return any(slot.param.requires_grad and slot.rule.unsettled(slot.state) for slot in slots)
+        waiting = (slot for slot in slots if slot.param.requires_grad and slot.rule.unsettled(slot.state))
+        return next((slot.name for slot in waiting), None)
+
+    def _say_waiting(self, name: str) -> None:
+        """Once, where eager steps have gone on for longer than any optimizer takes to begin."""
+        self._waited += 1
+        if self._waited == PATIENCE:
+            rank_zero_info(
+                f"cuda_graph: steps run eagerly, as {name} has had no gradient yet and its optimizer state is not "
+                "final before its first. Freeze it (requires_grad=False) if it is not to be trained."
+            )
 
     def _key(self, batch: Any) -> Any:
         leaves, spec = pytree.tree_flatten(batch)

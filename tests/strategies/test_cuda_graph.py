@@ -18,7 +18,7 @@ from lightning_memopt.backward import Clip, Updater
 from lightning_memopt.backward.clipping import NO_CLIP
 from lightning_memopt.callbacks import GradNorm
 from lightning_memopt.strategies import step_graph
-from lightning_memopt.strategies.step_graph import EAGER_STEPS, CaptureError, StepGraph, StepGraphs
+from lightning_memopt.strategies.step_graph import EAGER_STEPS, PATIENCE, CaptureError, StepGraph, StepGraphs
 
 GRAPH_RULES = {
     **OPTIMIZERS,
@@ -181,6 +181,24 @@ def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.Monk
         change()
         assert steps() == [None] * EAGER_STEPS + [captured[-1]] * 2 and len(captured) == number
     assert steps(Clip(norm=1.0))[:EAGER_STEPS] == [None] * EAGER_STEPS
+
+
+def test_a_state_that_is_never_final_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(step_graph, "rank_zero_info", said.append)
+    module = nn.ModuleDict({"used": nn.Linear(64, 64), "idle": nn.Linear(64, 64)})
+    optimizer = memopt.Gefen(module.parameters(), lr=0.1)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    updater.attach(module, [optimizer])  # type: ignore[arg-type]
+    graphs = StepGraphs(updater, module, strict=True)  # type: ignore[arg-type]
+    for step in range(PATIENCE + 2):
+        with updater.armed(optimizer, step):
+            assert graphs.graph_for(1, lambda batch: None) is None
+            loss = module["used"](torch.randn(4, 64)).square().sum()
+            with updater.backward(loss, queue=False):
+                loss.backward()
+    (line,) = said
+    assert "idle.weight" in line and "Freeze it" in line
 
 
 @pytest.mark.gpu
