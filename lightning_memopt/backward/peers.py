@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_memopt.backward.exchange import all_gather
+from lightning_memopt.backward.groups import kept_group
 from lightning_memopt.errors import UpdateError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Peers:
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.size = size
         self.describe: Callable[[int, int], str] = lambda kind, number: f"{kind}/{number}"
-        self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        self._group: ProcessGroup | None = kept_group([range(size)], timeout, "gloo") if size > 1 else None
         self._failed = False
         self._key = f"memopt_failure_{next(_runs)}"
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.backward.exchange import Ranks
-from lightning_memopt.backward.groups import ranks_of
+from lightning_memopt.backward.groups import ranks_of, renew, spoil
 from lightning_memopt.backward.peers import Peers
 from lightning_memopt.backward.sharded_updater import ShardedUpdater
 from lightning_memopt.compat import refusal
@@ -158,6 +158,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         sharding.rebind(self.optimizers, self._names_before, module)
         self._names_before = {}
         if self._peers is None:
+            renew(self.root_device)
             self._peers = Peers(self.world_size, self.timeout)
         if self._ranks is None:
             assert self._mesh is not None
@@ -203,6 +204,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks."""
+        spoil()
         if self._peers is not None:
             self._peers.fail(exception)
         super().on_exception(exception)
