@@ -156,14 +156,19 @@ class SlotKeeper:
         state, storage = slot.state, self.storage(slot)
         if slot.sparse is not None:
             slot.sparse.fill(state, storage)
+            self._spread(slot, storage, state)
         for moment in storage:
             if isinstance(moment, Dense) and state.get(moment.name) is not None:
                 state[moment.name] = state[moment.name].to(moment.dtype)
         wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
         if any(state.get(key) is None for key in wanted):
             sparse, rule = slot.sparse, slot.rule
-            fresh = rule.init_state(slot.param, slot.group, storage) if sparse is None else sparse.fresh(storage)
+            fresh = rule.init_state(slot.weight, slot.group, storage) if sparse is None else sparse.fresh(storage)
+            self._spread(slot, storage, fresh)
             state.update({key: value for key, value in fresh.items() if state.get(key) is None})
+
+    def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
+        """Give entries of this process's rows the form in which the optimizer keeps them: here as they are."""
 
     # ---------------------------------------------------------------- where weights lie
 

@@ -39,7 +39,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import finite, slab_rows
+from lightning_memopt.kernels.slabs import finite, largest_possible, slab_rows
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.state import MASK
@@ -108,32 +108,11 @@ class ShardedUpdater(Updater):
             self, name, param, optimizer, group, rule, unsharded[0], self.ranks, len(self.slots), unsharded[1]
         )
 
-    def _fill_state(self, slot: Slot) -> None:
-        """As for one device, on this rank's rows; each entry then is a DTensor that is sharded like the parameter.
+    def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
+        """Make DTensors of those entries that are of this rank's rows, sharded like the parameter.
 
         Moments of active weights are not: ranks have different numbers of them. Checkpoints have a form for that.
         """
-        slot.tile = slot.rule.tile(slot.group)
-        state, storage = slot.state, self.storage(slot)
-        if slot.sparse is not None:
-            slot.sparse.fill(state, storage)
-            self._spread(slot, storage, state)
-        for moment in storage:
-            if isinstance(moment, Dense) and state.get(moment.name) is not None:
-                state[moment.name] = state[moment.name].to(moment.dtype)
-        wanted = [*slot.rule.counts, *(key for moment in storage for key in moment.entries())]
-        if all(state.get(key) is not None for key in wanted):
-            return
-        if slot.sparse is not None:
-            fresh = slot.sparse.fresh(storage)
-        else:
-            fresh = slot.rule.init_state(slot.weight, slot.group, storage)
-        self._spread(slot, storage, fresh)
-        state.update({key: value for key, value in fresh.items() if state.get(key) is None})
-
-    @staticmethod
-    def _spread(slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
-        """Make DTensors of those entries that are of this rank's rows."""
         for moment in storage:
             rows = moment.per_block() if slot.sparse is not None else row_entries(moment, state)
             for key in rows:
@@ -197,7 +176,8 @@ class ShardedUpdater(Updater):
             slot.arrive((dy, x))
             self._arrived(slot, complete)
             return
-        bounded = not self._takes_all_or_nothing(slot) or _product_below(dy, x, slot.rule.limit / size)
+        limit = min(slot.rule.limit / size, torch.finfo(torch.float32).max)
+        bounded = not self._takes_all_or_nothing(slot) or largest_possible(dy, x) < limit
         self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded))
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
@@ -322,14 +302,6 @@ class ShardedUpdater(Updater):
         for route, count, moved in _summary(self.plan):
             lines.append(f"  {route}: {count} layers, {moved / 1e6:,.1f} MB")
         rank_zero_info("\n".join(lines))
-
-
-def _product_below(dy: Tensor, x: Tensor, limit: float) -> bool:
-    """Whether no element of dYᵀ x can reach `limit`."""
-    if not dy.numel() or not x.numel():
-        return True
-    bound = float(dy.abs().amax()) * float(x.abs().amax()) * len(dy)
-    return bound < min(limit, torch.finfo(torch.float32).max)
 
 
 def _restored(slot: Slot, moment: Storage, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +244,12 @@ class Slot:
     def _check_inputs(self) -> None:
         for (_, x), version in zip(self.factors, self.versions, strict=True):
             check_unchanged(self.name, x, version)
+
+
+def count_updates(slots: Sequence[Slot]) -> None:
+    """Count an update of each: all of a rule's at once, as that takes the host a fraction of the time."""
+    for rule in {slot.rule for slot in slots}:
+        rule.advance_all([(slot.group, slot.state) for slot in slots if slot.rule is rule])
 
 
 def check_unchanged(name: str, x: Tensor, version: int) -> None:

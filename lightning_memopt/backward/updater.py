@@ -36,7 +36,7 @@ from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_no
 from lightning_memopt.backward.keeper import SlotKeeper, by_device
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
-from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.slot import Slot, count_updates
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_embedding, apply_factors, apply_gradient
 from lightning_memopt.kernels.active import Ages
@@ -273,10 +273,9 @@ class Updater(SlotKeeper):
         self._count()
 
     def _count(self) -> None:
-        """Count the updates that were taken: all at once, as that takes the host a fraction of the time."""
+        """Count the updates that were taken."""
         taken, self._taken = self._taken, []
-        for rule in {slot.rule for slot in taken}:
-            rule.advance_all([(slot.group, slot.state) for slot in taken if slot.rule is rule])
+        count_updates(taken)
 
     def forget_taken(self) -> None:
         """Updates that were noted since the last count were only recorded, in a capture that broke off."""

@@ -77,6 +77,13 @@ def join(factors: Sequence[Factors]) -> Factors:
     return torch.cat([dy for dy, _ in factors]), torch.cat([x for _, x in factors])
 
 
+def largest_possible(dy: Tensor, x: Tensor) -> float:
+    """What no element of dYᵀ x exceeds in magnitude; waits for the device."""
+    if not dy.numel() or not x.numel():
+        return 0.0
+    return float(dy.abs().amax()) * float(x.abs().amax()) * len(dy)
+
+
 def finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, rows: int, limit: float) -> bool:
     """Whether every element of the weight gradient is smaller than `limit` in magnitude; waits for the device.
 
@@ -84,9 +91,7 @@ def finite(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, 
     nearly always; only gradients near the limit, or beyond, are formed once more than needed.
     """
     bound = 0.0 if grad is None or not grad.numel() else float(grad.abs().amax())
-    for dy, x in factors:
-        if dy.numel() and x.numel():
-            bound += float(dy.abs().amax()) * float(x.abs().amax()) * len(dy)
+    bound += sum(largest_possible(dy, x) for dy, x in factors)
     if bound < min(limit, torch.finfo(dtype).max):
         return True
     return all(bool((slab.abs() < limit).all()) for _, _, slab in slabs(factors, grad, dtype, rows))

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_memopt.backward import Updater
 from lightning_memopt.backward.clipping import Norms
-from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.slot import Slot, count_updates
 from lightning_memopt.errors import MemOptError
 
 # Eager steps before a capture: lazy initialisation, kernel compilation and tuning happen in these.
@@ -112,8 +112,7 @@ class StepGraph:
         self.graph.replay()
         for slot in self.updated:
             slot.updated = True
-        for rule in {slot.rule for slot in self.updated}:
-            rule.advance_all([(slot.group, slot.state) for slot in self.updated if slot.rule is rule])
+        count_updates(self.updated)
         if self.norms is not None:
             self.updater.norms = Norms(self.norms.total.clone(), self.norms.each)
         for name, value, options in self.logs:
