@@ -84,7 +84,7 @@ def results(root: Path = ROOT) -> str:
     for path in sorted((root / "benchmarks" / "results").glob("bench_*.csv")):
         rows = report.read(path)
         name = path.stem.removeprefix("bench_")
-        pictures = [f"![]({path.stem}_{kind}.png)" for kind in ("memory", "time_over_tokens", "memory_over_tokens")]
+        pictures = [f"![]({path.stem}_{picture})" for picture in report.pictures(rows)]
         parts += [f"## {name}\n", report.table(rows), report.caption(rows), "\n".join(pictures) + "\n"]
     kernels = root / "benchmarks" / "results" / "kernels_h200.csv"
     if kernels.is_file():

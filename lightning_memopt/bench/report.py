@@ -94,22 +94,32 @@ def caption(rows: Sequence[Cells]) -> str:
     )
 
 
+def pictures(rows: Sequence[Cells]) -> list[str]:
+    """Names of the plots that `plots` makes: over tokens only where there is more than one number of them."""
+    good = [row for row in rows if row["status"] == "ok"]
+    memory = ["memory.png"] if any(row["peak_gib"] for row in good) else []
+    several = len({row["tokens"] for row in good}) > 1
+    return memory + (["time_over_tokens.png", "memory_over_tokens.png"] if several else [])
+
+
 def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
     """Memory over methods, and time and memory over tokens, as PNG; names begin with `prefix`."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    good = [row for row in rows if row["status"] == "ok"]
-    if not good:
+    names = pictures(rows)
+    if not names:
         return []
+    good = [row for row in rows if row["status"] == "ok"]
     tokens = sorted({int(row["tokens"]) for row in good})
-    first = [row for row in good if int(row["tokens"]) == tokens[0] and row["peak_gib"]]
-    first.sort(key=lambda row: float(row["peak_gib"]))
     made = []
     colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    if first:
+    if "memory.png" in names:
+        fewest = min(int(row["tokens"]) for row in good if row["peak_gib"])
+        first = [row for row in good if int(row["tokens"]) == fewest and row["peak_gib"]]
+        first.sort(key=lambda row: float(row["peak_gib"]))
         figure = Figure(figsize=(7, 0.32 * len(first) + 1.2), layout="constrained")
-        axes = figure.add_subplot(xlabel=f"peak GiB at {tokens[0]} tokens per step")
+        axes = figure.add_subplot(xlabel=f"peak GiB at {fewest} tokens per step")
         bars = axes.barh(
             [row["label"] for row in first],
             [float(row["peak_gib"]) for row in first],
@@ -124,6 +134,8 @@ def plots(rows: Sequence[Cells], folder: Path, prefix: str = "") -> list[Path]:
         ("time_over_tokens.png", "step_ms", "step ms"),
         ("memory_over_tokens.png", "peak_gib", "peak GiB"),
     ):
+        if name not in names:
+            continue
         figure = Figure(figsize=(7.5, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="tokens per step", ylabel=words)
         for index, method in enumerate(dict.fromkeys(row["method"] for row in good)):

@@ -134,7 +134,11 @@ def test_the_report_needs_only_the_csv(tmp_path):
     text = report.table(rows)
     assert "| forge, Gefen | 512 | 90.0 (90.0 to 90.0) | 0.45 |" in text
     assert "| torch AdamW, foreach | 512 | out of memory |" in text
-    assert len(report.plots(rows, tmp_path)) == 3
+    assert [path.name for path in report.plots(rows, tmp_path)] == report.pictures(rows) == ["memory.png"]
+    again = [row | {"tokens": "1024", "peak_gib": ""} for row in rows]
+    assert [path.name for path in report.plots(rows + again, tmp_path)] == report.pictures(rows + again)
+    assert len(report.pictures(rows + again)) == 3
+    assert report.pictures(again[2:]) == report.plots(again[2:], tmp_path) == []  # nothing was measured
     assert report.caption(rows).startswith("small_llama: ")
 
 
