@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -57,7 +58,7 @@ class Losses(pl.Callback):
         self.values.append(outputs["loss"].detach().float())
 
 
-def train(method: str, density: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def train(method: str, density: float, seed: int, gpu: int, options: argparse.Namespace) -> dict[str, Any]:
     pl.seed_everything(seed, verbose=False)
     module = LlamaModule(
         hidden_size=options.hidden_size,
@@ -76,7 +77,7 @@ def train(method: str, density: float, seed: int, options: argparse.Namespace) -
     trainer = pl.Trainer(
         strategy="forge",
         accelerator=options.accelerator,
-        devices=1,
+        devices=1 if options.accelerator == "cpu" else [gpu],
         precision=options.precision,
         max_steps=options.steps,
         limit_val_batches=options.val_batches,
@@ -111,10 +112,15 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     if not options.report_only:
         options.cache.mkdir(parents=True, exist_ok=True)
         # Each job has a process of its own: a small model leaves most of a GPU, and of a many-core CPU, to others.
+        if options.accelerator == "auto":
+            options.accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+        gpus = itertools.cycle(range(torch.cuda.device_count() or 1))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as pool:
             waiting = {
-                pool.submit(train, *cell, options): (cell, path) for cell, path in cells.items() if not path.exists()
+                pool.submit(train, *cell, next(gpus), options): (cell, path)
+                for cell, path in cells.items()
+                if not path.exists()
             }
             for future in as_completed(waiting):
                 cell, path = waiting[future]
