@@ -34,7 +34,7 @@ class Case:
 
 
 _SINGLE, _SHARDED = "forge", "forge_fsdp"
-_PRECISION = "Use precision='32-true', 'bf16-true', 'bf16-mixed' or '64-true'."
+_PRECISION = "Use precision='32-true', 'bf16-true' or 'bf16-mixed', or on one device '64-true'."
 
 CASES = (
     Case("nn.Linear weight", "exact", "updated inside backward; no weight gradient is stored"),

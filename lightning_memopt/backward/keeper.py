@@ -136,7 +136,7 @@ class SlotKeeper:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise UnsupportedError(
                 f"{name} is {str(param.dtype).removeprefix('torch.')}; fused updates need float32, bfloat16 or float64 "
-                "weights. Use precision='bf16-true', 'bf16-mixed', '32-true' or '64-true'."
+                "weights. Use precision='32-true', 'bf16-true' or 'bf16-mixed', or on one device '64-true'."
             )
         slot = self._new_slot(name, param, optimizer, group, rule)
         slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))

@@ -32,6 +32,8 @@ EAGER_STEPS = 3
 MAX_GRAPHS = 4
 # Steps after which it is said that a state that is not final yet keeps the steps eager.
 PATIENCE = 50
+# Captured steps dropped, after which it is said that something changes too often for them to be of use.
+MANY = 5
 
 
 class CaptureError(MemOptError, RuntimeError):
@@ -133,7 +135,7 @@ class StepGraphs:
         self.updater, self.module, self.strict = updater, module, strict
         self.reason: str | None = None
         self._seen: dict[Any, int] = {}
-        self._waited = 0
+        self._waited = self._dropped = 0
         self._graphs: dict[Any, StepGraph] = {}
         self._params = list(module.parameters())
         self._captured: list[Any] = []
@@ -179,6 +181,13 @@ class StepGraphs:
             return
         if self._graphs:
             torch.cuda.synchronize()  # the last replay may still run
+            self._dropped += 1
+            if self._dropped == MANY:
+                rank_zero_info(
+                    f"cuda_graph: {MANY} captured steps were dropped, as weights or optimizer states moved, layers were "
+                    f"frozen or unfrozen, or clipping changed. Each time, {EAGER_STEPS} steps run eagerly and the next "
+                    "is captured anew. If that goes on, leave cuda_graph out."
+                )
         self._graphs.clear()
         self._seen.clear()
         self._captured = captured

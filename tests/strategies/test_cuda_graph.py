@@ -142,6 +142,8 @@ class Thaw(pl.Callback):
 
 def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Any] = []
+    said: list[str] = []
+    monkeypatch.setattr(step_graph, "rank_zero_info", said.append)
 
     class Stub:
         def __init__(self, *_: Any) -> None:
@@ -180,7 +182,13 @@ def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.Monk
     for number, change in enumerate(changes, 1):
         change()
         assert steps() == [None] * EAGER_STEPS + [captured[-1]] * 2 and len(captured) == number
+    assert not said
     assert steps(Clip(norm=1.0))[:EAGER_STEPS] == [None] * EAGER_STEPS
+    assert len(said) == 1 and "leave cuda_graph out" in said[0]
+    for _ in range(3):
+        moved()
+        steps()
+    assert len(said) == 1
 
 
 def test_a_state_that_is_never_final_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
