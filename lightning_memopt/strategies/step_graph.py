@@ -184,7 +184,7 @@ class StepGraphs:
             self._dropped += 1
             if self._dropped == MANY:
                 rank_zero_info(
-                    f"cuda_graph: {MANY} captured steps were dropped, as weights or optimizer states moved, layers were "
+                    f"cuda_graph: {MANY} captured steps were dropped, as weights or states moved, layers were "
                     f"frozen or unfrozen, or clipping changed. Each time, {EAGER_STEPS} steps run eagerly and the next "
                     "is captured anew. If that goes on, leave cuda_graph out."
                 )
