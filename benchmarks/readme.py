@@ -16,7 +16,8 @@ from lightning_memopt.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- measured: `make readme` writes this -->", "<!-- end of measured -->"
+BRIEF = "<!-- in brief: `make readme` writes this -->", "<!-- end of in brief -->"
+MEASURED = "<!-- measured: `make readme` writes this -->", "<!-- end of measured -->"
 OPTIMIZERS = {
     "adamw": "AdamW",
     "adamw_fused": "torch AdamW, fused",
@@ -26,6 +27,8 @@ OPTIMIZERS = {
 }
 # In the README: this model, and this layer. Everything else is in docs/results.md.
 MODEL, LAYER = "llama3_8b", "14336x4096"
+# At the top of the README, at the smallest number of tokens; then the largest model that any method trained.
+FIRST = ("adamw", "bnb_adamw8bit", "forge_adamw_graph", "forge_gefen_graph")
 STEPS = (
     fill(
         "Whole training steps through Lightning's `Trainer`, each method in a process of its own; random weights and "
@@ -54,6 +57,29 @@ SHARDED = (
     )
     + "\n"
 )
+
+
+def brief(root: Path = ROOT) -> str:
+    """The few numbers at the top of the README; empty without a recorded run of its model."""
+    path = root / "benchmarks" / "results" / f"bench_{MODEL}.csv"
+    if not path.is_file():
+        return ""
+    rows = report.read(path)
+    fewest = min(int(row["tokens"]) for row in rows if row["tokens"])
+    order = {method: place for place, method in enumerate(FIRST)}
+    first = [row for row in rows if row["method"] in order and row["tokens"] in (str(fewest), "")]
+    first.sort(key=lambda row: order[row["method"]])
+    text = f"A Llama of {int(rows[0]['parameters']) / 1e9:.1f} B parameters in bf16 on one {rows[0]['device']}:"
+    parts = [text + "\n", report.summary(first)]
+    largest = root / "benchmarks" / "results" / "bench_largest.csv"
+    if largest.is_file() and (good := [row for row in report.read(largest) if row["status"] == "ok"]):
+        most = max(good, key=lambda row: int(row["parameters"]))
+        size = f"{int(most['parameters']) / 1e9:.1f} B parameters"
+        parts.append(
+            f"The largest model trained there: {size}, with {most['label']}, {report.number(most['peak_gib'])} GiB. "
+            "[All measurements](#measured).\n"
+        )
+    return "\n".join(parts)
 
 
 def measured(root: Path = ROOT) -> str:
@@ -173,13 +199,14 @@ def losses(rows: list[report.Cells]) -> str:
     return fill(text + (f": {'; '.join(cases)}" if cases else "") + ".", 120) + "\n"
 
 
-def inserted(readme: str, section: str) -> str:
+def inserted(readme: str, section: str, markers: tuple[str, str] = MEASURED) -> str:
     """The README with the section between its markers."""
-    before, _, rest = readme.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    begin, end = markers
+    before, _, rest = readme.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise SystemExit(f"README.md has no markers {BEGIN} and {END}.")
-    return f"{before}{BEGIN}\n{section}{END}{after}"
+        raise SystemExit(f"README.md has no markers {begin} and {end}.")
+    return f"{before}{begin}\n{section}{end}{after}"
 
 
 def draw(root: Path = ROOT) -> Iterator[Path]:
@@ -191,7 +218,8 @@ def draw(root: Path = ROOT) -> Iterator[Path]:
 def main(root: Path = ROOT) -> None:
     """Write everything."""
     readme = root / "README.md"
-    readme.write_text(inserted(readme.read_text(encoding="utf-8"), measured(root)), encoding="utf-8")
+    text = inserted(readme.read_text(encoding="utf-8"), measured(root))
+    readme.write_text(inserted(text, brief(root), BRIEF), encoding="utf-8")
     page = results(root)
     if page:
         (root / "docs" / "results.md").write_text(page, encoding="utf-8")

@@ -33,18 +33,20 @@ def workdir(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_python_example_trains(workdir):
-    (source,) = blocks("python")
-    shown = [line for line in source.splitlines() if line.strip()]
+def test_python_examples_train(workdir):
+    sources = blocks("python")
+    shown = [line for line in sources[0].splitlines() if line.strip()]
     assert len(shown) <= 15, "the example has grown long"
     names = {}
-    exec(compile(source, "README.md", "exec"), names)
-    trainer = names["trainer"]
-    assert isinstance(trainer.strategy, lightning_memopt.ForgeStrategy)
-    assert trainer.global_step == 5 * 16
-    assert all(parameter.grad is None for parameter in trainer.lightning_module.parameters())
-    batch = torch.randn(64, 8)
-    assert trainer.lightning_module.training_step(batch, 0) < batch.sum(dim=1).square().mean() / 4
+    for source, optimizer in zip(sources, (torch.optim.AdamW, lightning_memopt.Gefen), strict=True):
+        exec(compile(source, "README.md", "exec"), names)
+        trainer = names["trainer"]
+        assert isinstance(trainer.strategy, lightning_memopt.ForgeStrategy)
+        assert isinstance(trainer.optimizers[0], optimizer)
+        assert trainer.global_step == 5 * 16
+        assert all(parameter.grad is None for parameter in trainer.lightning_module.parameters())
+        batch = torch.randn(64, 8).to(trainer.lightning_module.net[0].weight.dtype)
+        assert trainer.lightning_module.training_step(batch, 0) < batch.sum(dim=1).square().mean() / 4
 
 
 def test_yaml_example_trains(workdir):

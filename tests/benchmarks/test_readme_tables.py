@@ -23,6 +23,7 @@ def readme():
 def test_the_readme_is_what_the_files_say(readme):
     text = (ROOT / "README.md").read_text()
     assert text == readme.inserted(text, readme.measured()), "run `make readme`"
+    assert text == readme.inserted(text, readme.brief(), readme.BRIEF), "run `make readme`"
 
 
 def test_the_page_of_results_is_what_the_files_say(readme):
@@ -65,14 +66,20 @@ def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, t
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "README.md").write_text(readme.inserted((ROOT / "README.md").read_text(), ""))
-    assert readme.measured(tmp_path) == readme.results(tmp_path) == ""
+    empty = readme.inserted(readme.inserted((ROOT / "README.md").read_text(), ""), "", readme.BRIEF)
+    (tmp_path / "README.md").write_text(empty)
+    assert readme.measured(tmp_path) == readme.brief(tmp_path) == readme.results(tmp_path) == ""
     (tmp_path / "benchmarks" / "results" / "bench_llama3_8b.csv").write_text(BENCH)
     (tmp_path / "benchmarks" / "results" / "kernels_h200.csv").write_text(KERNELS)
     (tmp_path / "benchmarks" / "results" / "multigpu.csv").write_text(MULTIGPU)
+    (tmp_path / "benchmarks" / "results" / "bench_largest.csv").write_text(BENCH.replace("8030261248", "44000000000"))
     readme.main(tmp_path)
     text = (tmp_path / "README.md").read_text()
-    assert "| forge, SGD | 290 (2.00) | 20.5 |" in text
+    top, bottom = text.split("## Measured")
+    assert "A Llama of 8.0 B parameters in bf16 on one H:" in top
+    assert "| torch AdamW, fused | 145 (1.00) | 59.9 |" in top and "forge, SGD |" not in top
+    assert "The largest model trained there: 44.0 B parameters, with torch AdamW, fused, 59.9 GiB." in top
+    assert "| forge, SGD | 290 (2.00) | 20.5 |" in bottom
     assert "| torch AdamW, foreach | out of memory | - |" in text
     assert "| 14336x4096 | 512 | SGD | 0.100 | 0.100 | 0.300 | 0.200 | 0.150 | 1.50 | 2.00 | 1.33 |" in text
     assert "In 1 of 2 cases two kernels are faster than the fused one: 4096x4096 at 512 tokens with SGD." in " ".join(
