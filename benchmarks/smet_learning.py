@@ -1,4 +1,4 @@
-"""How well sparse training learns: dense, static, dynamic without warm-up, and SMET, and the loss around updates.
+"""How well sparse training learns: dense, static, dynamic without warm-up, SMET, and the loss around its updates.
 
 ``python -m benchmarks.smet_learning`` trains a small byte-level Llama on the standard library's sources, once for each
 method, density and seed, on the same batches, and writes
@@ -43,8 +43,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "static": {"prune_fraction": 0.0},
     "no warm-up": {"bias_correction": "step", "warmup_steps": 0},
     "SMET": {},
+    "SMET, gradient": {"growth": "gradient"},
 }
-LABELS = {"no warm-up": "no warm-up, no ages", "SMET": "SMET"}
+LABELS = {"no warm-up": "no warm-up, no ages", "SMET": "SMET", "SMET, gradient": "SMET, growth by gradient"}
 BEFORE, AFTER = 20, 40  # steps around an update
 
 
@@ -104,7 +105,7 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every run, from the cache where it is there."""
     # Seed by seed, so that a run that is stopped early still compares all methods.
     cells = {
-        (method, density, seed): options.cache / f"{method.replace(' ', '_')}-{density:g}-{seed}.json"
+        (method, density, seed): options.cache / f"{method.replace(', ', '_').replace(' ', '_')}-{density:g}-{seed}.json"
         for seed in range(options.seeds)
         for method in METHODS
         for density in ((1.0,) if method == "dense" else options.densities)
@@ -158,7 +159,7 @@ def report(found: Sequence[dict[str, Any]], options: argparse.Namespace) -> None
     rows, curves = [], {}
     for method, density in sorted(cells, key=lambda cell: (-cell[1], list(METHODS).index(cell[0]))):
         values = [run["val_loss"] for run in found if (run["method"], run["density"]) == (method, density)]
-        around = excess(found, method, density, options.update_every) if method in ("no warm-up", "SMET") else []
+        around = excess(found, method, density, options.update_every) if method in LABELS else []
         peaks = [max(curve[BEFORE : BEFORE + 10]) for curve in around]
         chance = [max(curve[BEFORE - 10 : BEFORE]) for curve in around]
         if around:
@@ -205,7 +206,7 @@ def plot(curves: dict[tuple[str, float], list[float]], rows: Sequence[dict[str, 
         1, len(densities) + 1, figsize=(4 * (len(densities) + 1), 3.6), layout="constrained", squeeze=False
     )
     for axes, density in zip(panels[0], densities, strict=False):
-        for method in ("no warm-up", "SMET"):
+        for method in LABELS:
             if (method, density) in curves:
                 axes.plot(range(1 - BEFORE, AFTER + 1), curves[method, density], label=LABELS[method])
         axes.axvline(0.5, color="grey", linewidth=0.8, linestyle=":")
