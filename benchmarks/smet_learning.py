@@ -43,9 +43,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "static": {"prune_fraction": 0.0},
     "no warm-up": {"bias_correction": "step", "warmup_steps": 0},
     "SMET": {},
-    "SMET, gradient": {"growth": "gradient"},
+    "SMET gradient": {"growth": "gradient"},
 }
-LABELS = {"no warm-up": "no warm-up, no ages", "SMET": "SMET", "SMET, gradient": "SMET, growth by gradient"}
+LABELS = {"no warm-up": "no warm-up, no ages", "SMET": "SMET", "SMET gradient": "SMET, growth by gradient"}
 BEFORE, AFTER = 20, 40  # steps around an update
 
 
@@ -105,7 +105,7 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every run, from the cache where it is there."""
     # Seed by seed, so that a run that is stopped early still compares all methods.
     cells = {
-        (method, density, seed): options.cache / f"{method.replace(', ', '_').replace(' ', '_')}-{density:g}-{seed}.json"
+        (method, density, seed): options.cache / f"{method.replace(' ', '_')}-{density:g}-{seed}.json"
         for seed in range(options.seeds)
         for method in METHODS
         for density in ((1.0,) if method == "dense" else options.densities)
