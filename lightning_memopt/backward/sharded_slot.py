@@ -7,7 +7,7 @@ that autograd stores are averaged over ranks into ``grad`` of the sharded one, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,12 +146,6 @@ class ShardedSlot(Slot):
         self.factors.append(factors)
         self.versions.append(factors[1]._version)
 
-    def part_from_others(self) -> None:
-        """Copy factors that lie in memory with other layers', which would be kept for as long as these."""
-        factors, self.factors, self.versions = self.factors, [], []
-        for dy, x in factors:
-            self.arrive((_alone(dy), _alone(x)))
-
     def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add rows of dW, summed over ranks, to the buffer, which a rank without rows has as well: an empty one."""
         if self.sparse is not None and self.sparse.accumulates:
@@ -177,8 +171,41 @@ class ShardedSlot(Slot):
         self.outgoing = []
 
 
-def _alone(part: Tensor) -> Tensor:
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+def part_kept(slots: Sequence[ShardedSlot]) -> None:
+    """Copy the factors that slots keep out of memory they were received in, where more than a tenth of it is others'.
+
+    Args:
+        slots: Whose factors arrived together.
+    """
+    views: dict[int, dict[tuple[object, ...], int]] = {}
+    parts = [(part, _memory(part)) for slot in slots for pair in slot.factors for part in pair]
+    for part, memory in parts:
+        views.setdefault(memory, {})[_place(part)] = part.nbytes
+    copies: dict[int, dict[tuple[object, ...], Tensor]] = {
+        memory: {} for part, memory in parts if 10 * sum(views[memory].values()) < 9 * part.untyped_storage().nbytes()
+    }
+
+    def alone(part: Tensor) -> Tensor:
+        known = copies.get(_memory(part))
+        if known is None:
+            return part
+        if _place(part) not in known:
+            known[_place(part)] = part.clone()
+        return known[_place(part)]
+
+    for slot in slots if copies else ():
+        factors, slot.factors, slot.versions = slot.factors, [], []
+        for dy, x in factors:
+            slot.arrive((alone(dy), alone(x)))
+
+
+def _memory(part: Tensor) -> int:
+    return part.untyped_storage().data_ptr()
+
+
+def _place(part: Tensor) -> tuple[object, ...]:
+    """What is equal for equal views of one memory."""
+    return part.data_ptr(), part.shape, part.stride()
 
 
 class LocalState(MutableMapping[str, Any]):

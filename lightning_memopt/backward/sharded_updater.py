@@ -29,7 +29,7 @@ from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
 from lightning_memopt.backward.peers import NOTHING, Item, Peers
-from lightning_memopt.backward.sharded_slot import ShardedSlot, row_entries, spread_rows
+from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept, row_entries, spread_rows
 from lightning_memopt.backward.shipping import FACTORS, Parcel, Shipping
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route
@@ -184,7 +184,12 @@ class ShardedUpdater(Updater):
         """The factors of this rank's rows, over the tokens of all ranks."""
         parcel.slot.arrive(factors)
         self._arrived(parcel.slot, parcel.complete)
-        parcel.slot.part_from_others()
+
+    def received(self, parcels: Sequence[Parcel]) -> None:
+        """What arrived together has been handed out."""
+        keepers = [parcel.slot for parcel in parcels if parcel.slot.factors]
+        if keepers:
+            part_kept(keepers)
 
     def receive_block(self, parcel: Parcel, block: Block) -> None:
         """The next rows of the gradient; the first ones decide whether the update consumes them."""

@@ -101,6 +101,9 @@ class Receiver(Protocol):
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
         """The factors of this rank's rows, over the tokens of all ranks."""
 
+    def received(self, parcels: Sequence[Parcel]) -> None:
+        """The factors of all of them, which came in one piece of memory, were handed out."""
+
     def receive_block(self, parcel: Parcel, block: Block) -> None:
         """The next rows of the gradient."""
 
@@ -253,6 +256,7 @@ class Shipping:
     def _arrive(self, parcels: Sequence[Parcel], exchange: Exchange) -> None:
         for parcel, factors in zip(parcels, exchange.wait(), strict=True):
             self.receiver.receive_factors(parcel, factors)
+        self.receiver.received(parcels)
 
     def _use(self, count: int) -> None:
         """Hand out what was sent, in order, up to that many in all; kernels wait for it, the host does not."""

@@ -17,7 +17,7 @@ from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import slab_rows, slabs
+from lightning_memopt.kernels.slabs import matmul, slab_rows, slabs
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -221,7 +221,10 @@ class Slot:
             return False
         self._check_inputs()
         first = self.buffer is None
-        if self.buffer is None:
+        if self.buffer is None and len(self.factors) == 1:
+            (dy, x), self.factors = self.factors[0], []
+            self.buffer = matmul(dy.t(), x, dtype)
+        elif self.buffer is None:
             self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         rows = slab_rows(weight.shape[1], weight.device)
         for start, stop, slab in slabs(self.factors, None, dtype, rows) if self.factors else ():

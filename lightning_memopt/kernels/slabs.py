@@ -13,18 +13,21 @@ Factors = tuple[Tensor, Tensor]  # dY [tokens, out], x [tokens, in]
 # second-level cache holds 32 MiB, and its launches want work: slabs of the size for CPUs would take a thousand of them
 # for one layer.
 CPU_SLAB_ELEMENTS, GPU_SLAB_ELEMENTS = 1 << 18, 1 << 23
+# Rows of a tile of a matmul; a slab of dW begins where a tile does, or the matmul falls back to a slow kernel.
+TILE_ROWS = 128
 
 
 def slab_rows(columns: int, device: torch.device) -> int:
-    """Rows of a slab of a matrix with so many columns."""
+    """Rows of a slab of a matrix with so many columns: whole tiles of a matmul, unless one is too large."""
     elements = GPU_SLAB_ELEMENTS if device.type == "cuda" else CPU_SLAB_ELEMENTS
-    return max(1, elements // max(1, columns))
+    rows = max(1, elements // max(1, columns))
+    return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def equal_rows(rows: int, columns: int, most: int) -> int:
     """Rows of slabs of at most about `most` elements: whole tiles of a matmul, and the last slab no sliver."""
     count = -(-rows * columns // most)
-    return -(-rows // count // 128) * 128 if count > 1 else rows
+    return -(-rows // count // TILE_ROWS) * TILE_ROWS if count > 1 else rows
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -94,6 +94,17 @@ def shard(
             _shard_unit(block, mesh, reshard_after_forward)
         _prepare(root, place, done)
         _shard_unit(root, mesh, False)
+        _gather_ahead(root)
+
+
+def _gather_ahead(root: nn.Module) -> None:
+    """Let each unit's gathering start before the forward pass of the one before it.
+
+    By itself FSDP2 starts it when the unit is called, which is early enough only where the host runs far ahead.
+    """
+    units = [part for part in root.modules() if isinstance(part, FSDPModule)]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def _shard_unit(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
@@ -150,11 +161,7 @@ def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, tuple[nn.Param
         with torch.no_grad():
             part.unshard()
             part.reshard()
-        state: Any = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        for group in groups:
+        for group in _groups(part):
             if isinstance(group.offload_policy, CPUOffloadPolicy):
                 raise refusal("CPU offload", type(part).__name__)
             pairs |= {param.sharded_param: (param._unsharded_param, unit) for param in group.fsdp_params}
@@ -162,10 +169,21 @@ def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, tuple[nn.Param
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered parameters that a forward pass without backward left behind."""
+    """Free gathered parameters that a forward pass without backward left behind, or gathered for a unit it left out."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
+            if any(group._all_gather_result is not None for group in _groups(part)):
+                part.unshard()
             part.reshard()
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    """The parameters of a unit, as FSDP2 keeps them."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
 
 
 def rebind(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], module: nn.Module) -> None:
