@@ -50,7 +50,7 @@ def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     slot: Slot | None = getattr(weight, SLOT, None)
     if slot is None:
         return nn.Embedding.forward(self, input)
-    slot.count_use()
+    slot.count_use(input)
     if transformed() or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
         return nn.Embedding.forward(self, input)
     return FusedEmbedding.apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)

@@ -77,7 +77,7 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     slot: Slot | None = getattr(weight, SLOT, None)
     if slot is None:
         return F.linear(input, weight, self.bias)
-    slot.count_use()
+    slot.count_use(input)
     if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(input, weight, self.bias)
     device = input.device.type

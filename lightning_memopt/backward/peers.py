@@ -57,7 +57,8 @@ class Item(NamedTuple):
     flag: bool = True
 
 
-_WIDTH = len(Item._fields)
+# Before the items: the kind, and how many bundles were sent.
+_HEAD, _WIDTH = 2, len(Item._fields)
 _EMPTY = Item(NOTHING)
 
 
@@ -70,10 +71,11 @@ class Peers:
 
     Attributes:
         describe: Puts an announcement's kind and number into words.
+        bundles: How many of this rank's are on their way or through; it goes with every announcement.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        self.size = size
+        self.size, self.bundles = size, 0
         self.describe: Callable[[int, int], str] = lambda kind, number: f"{kind}/{number}"
         self._group: ProcessGroup | None = kept_group([range(size)], timeout, "gloo") if size > 1 else None
         self._failed = False
@@ -86,7 +88,7 @@ class Peers:
             kind: What comes next.
             items: Which ones, at most `ITEMS`.
         """
-        said = [kind]
+        said = [kind, self.bundles]
         for item in (*items, *[_EMPTY] * (ITEMS - len(items))):
             said += item
         heard = torch.tensor(said * self.size)
@@ -106,7 +108,7 @@ class Peers:
             words = self._left_words()
             self._failed = True
             raise UpdateError(words or f"rank {failed[0]} failed.")
-        for at in range(1, len(said), _WIDTH):
+        for at in range(_HEAD, len(said), _WIDTH):
             if any(other[0] != said[0] or other[at] != said[at] for other in heard):
                 self._failed = True
                 have = (f"rank {rank} has {self.describe(other[0], other[at])}" for rank, other in enumerate(heard))
@@ -114,6 +116,13 @@ class Peers:
                     f"ranks disagree about what comes next in backward: {', '.join(have)}. Every rank must run "
                     "the same layers in the same order in each step: tokens may differ, the path may not."
                 )
+        if any(other[1] != said[1] for other in heard):
+            self._failed = True
+            have = (f"rank {rank} has sent {other[1]} bundles of layers" for rank, other in enumerate(heard))
+            raise UpdateError(
+                f"ranks disagree about what came before in backward: {', '.join(have)}. Every rank must run "
+                "the same layers in the same order in each step: tokens may differ, the path may not."
+            )
 
     def all_of(self, flags: Sequence[bool], kind: int) -> list[bool]:
         """Whether each flag is set on all ranks."""
@@ -167,7 +176,7 @@ class Answers:
     Attributes:
         peers: Who listens.
         count: Number of items.
-        said: The kind, and what this rank says of each item.
+        said: Kind, bundles, and what this rank says of each item.
         heard: The same of every rank, one after the other, once `work` is through.
         work: The collective; None with one rank.
     """
@@ -188,7 +197,7 @@ class Answers:
             self.work.wait()
         heard: list[list[int]] = self.heard.view(self.peers.size, -1).tolist()
         self.peers.check(self.said, heard)
-        starts = range(1, 1 + self.count * _WIDTH, _WIDTH)
+        starts = range(_HEAD, _HEAD + self.count * _WIDTH, _WIDTH)
         return [[_item(other[at : at + _WIDTH]) for other in heard] for at in starts]
 
 

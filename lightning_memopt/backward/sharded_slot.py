@@ -27,7 +27,7 @@ from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
-    from lightning_memopt.backward.updater import Updater
+    from lightning_memopt.backward.sharded_updater import ShardedUpdater
 
 
 class ShardedSlot(Slot):
@@ -46,9 +46,11 @@ class ShardedSlot(Slot):
             version of x.
     """
 
+    updater: ShardedUpdater
+
     def __init__(
         self,
-        updater: Updater,
+        updater: ShardedUpdater,
         name: str,
         param: nn.Parameter,
         optimizer: Optimizer,
@@ -63,6 +65,8 @@ class ShardedSlot(Slot):
         super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
         self._unsharded, self.number, self.unit = unsharded, number, unit
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
+        # Whether its update runs in plain torch, and what that follows from.
+        self.plain: tuple[tuple[object, ...], bool] | None = None
         shape = self.param.shape
         first, last = ranks.rows(shape[0])
         if (last - first, *shape[1:]) != tuple(local(self.param).shape):
@@ -113,6 +117,12 @@ class ShardedSlot(Slot):
     def awaits_average(self) -> bool:
         """Whether autograd stored a part of the gradient, which FSDP2 averages over ranks sooner or later."""
         return self.leaf.grad is not None or self.param.grad is not None
+
+    def count_use(self, x: Tensor) -> None:
+        """As for one device; the ranks compare what they are called with."""
+        super().count_use(x)
+        if not self.updater.in_backward:
+            self.updater.note_use(self.number, x.shape, x.dtype)
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the factors of one use until they are sent."""

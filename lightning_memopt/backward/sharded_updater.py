@@ -15,7 +15,8 @@ end of the backward pass.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,9 +29,10 @@ from lightning_memopt.backward import engine
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
-from lightning_memopt.backward.peers import NOTHING, Item, Peers
+from lightning_memopt.backward.passes import PASS
+from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept, row_entries, spread_rows
-from lightning_memopt.backward.shipping import FACTORS, Parcel, Shipping
+from lightning_memopt.backward.shipping import Parcel, Shipping
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.traffic import Route
 from lightning_memopt.backward.updater import Updater
@@ -47,8 +49,8 @@ from lightning_memopt.sparsity.state import MASK
 if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
 
-# Kinds of announcements, besides that of factors.
-UPDATE, END = FACTORS + 1, FACTORS + 2
+# Kinds of announcements, besides those of factors and passes.
+UPDATE, END = 2, 3
 
 
 class ShardedUpdater(Updater):
@@ -71,6 +73,8 @@ class ShardedUpdater(Updater):
         self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
+        self._path = 0
+        self._ended: Answers | None = None
 
     # ---------------------------------------------------------------- set-up
 
@@ -87,8 +91,8 @@ class ShardedUpdater(Updater):
         self._shipping = Shipping(ranks, peers, self, self.route, ahead)
 
     def _describe(self, kind: int, number: int) -> str:
-        if kind == END:
-            return "the end of the step"
+        if kind in (END, PASS):
+            return "the end of the step" if kind == END else "the beginning of a backward pass"
         if number == NOTHING:
             return "no further layer"
         names = [slot.name for slot in self.slots.values()]
@@ -151,6 +155,27 @@ class ShardedUpdater(Updater):
 
     # ---------------------------------------------------------------- a backward pass
 
+    def note_use(self, *facts: Hashable) -> None:
+        """A layer is called, in forward: what this rank's backward pass will send follows from all that are."""
+        self._path = hash((self._path, *facts))
+
+    def forget_uses(self) -> None:
+        """As for one device."""
+        super().forget_uses()
+        self._path = 0
+
+    @contextmanager
+    def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
+        """As for one device; the ranks say what is to come."""
+        path, self._path = self._path, 0
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            ended.wait()
+        if self._shipping is not None and (queue or self.stepping):
+            self._shipping.begin((path, id(self._stepping)))
+        with super().backward(loss, queue):
+            yield
+
     def _ready(self, slot: Slot) -> None:
         """This rank's part of the gradient is complete, or one of its parts in a nested pass."""
         assert isinstance(slot, ShardedSlot)
@@ -177,8 +202,9 @@ class ShardedUpdater(Updater):
             self._arrived(slot, complete)
             return
         limit = min(slot.rule.limit / size, torch.finfo(torch.float32).max)
-        bounded = not self._takes_all_or_nothing(slot) or largest_possible(dy, x) < limit
-        self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded))
+        certain = not self._takes_all_or_nothing(slot)
+        bounded = certain or largest_possible(dy, x) < limit
+        self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded, certain))
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
         """The factors of this rank's rows, over the tokens of all ranks."""
@@ -249,11 +275,20 @@ class ShardedUpdater(Updater):
         super().finish(clip)
         outcomes, self._outcomes = self._outcomes, []
         if outcomes:
-            assert self.peers is not None
-            together = self.peers.all_of([taken for _, taken in outcomes], END)
-            for (slot, _), taken in zip(outcomes, together, strict=True):
+            for (slot, _), taken in zip(outcomes, self._together(outcomes), strict=True):
                 super()._settle(slot, taken)
         self._say_plan()
+
+    def _together(self, outcomes: Sequence[tuple[Slot, bool]]) -> list[bool]:
+        """Which updates all ranks have taken."""
+        assert self.peers is not None and self._shipping is not None
+        taken = [taken for _, taken in outcomes]
+        if not self._shipping.ahead or any(self._takes_all_or_nothing(slot) for slot, _ in outcomes):
+            return self.peers.all_of(taken, END)
+        # Kernels take every update, and tell later what they left out: only that all ranks have come here is of
+        # interest, and known early enough when the next pass begins.
+        self._ended = self.peers.announce(END, Item(len(taken)))
+        return taken
 
     def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         """Whether the gradient is finite in the rows of all ranks. GPUs are not asked: their kernels tell later."""
@@ -273,7 +308,11 @@ class ShardedUpdater(Updater):
     def _takes_all_or_nothing(self, slot: Slot) -> bool:
         """Whether an update runs in plain torch, which on one device leaves it out as a whole."""
         if slot.sparse is None:
-            return not in_triton(self._as_update(slot), self.kernel)
+            assert isinstance(slot, ShardedSlot)
+            facts = self.storage(slot), slot.tile, slot.row is None, self.kernel
+            if slot.plain is None or slot.plain[0] != facts:
+                slot.plain = facts, not in_triton(self._as_update(slot), self.kernel)
+            return slot.plain[1]
         codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
 

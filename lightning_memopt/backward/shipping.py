@@ -8,13 +8,16 @@ all of them; an input that several layers share is sent once. While one bundle i
     send       once the others have answered, for which they have the time of another layer
     use        when the next bundle is closed: by then it has had the time of a whole unit to arrive
 
+In a pass like an earlier one (`lightning_memopt.backward.passes`) nothing is announced: a bundle is sent with its last
+layer, and the one before it used then.
+
 What is sent and used, and in which order, is the same on all ranks: it depends on layers, and on what was announced.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.backward.exchange import Block, Exchange, Ranks, reduce_rows, send_blocks
+from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot
 from lightning_memopt.backward.slot import check_unchanged
@@ -49,6 +53,7 @@ class Parcel:
         version: Of x, which must not change before it is sent.
         complete: Whether they complete the gradient.
         bounded: Whether the gradient is known to be finite, on all ranks once announced.
+        certain: It need not be: its update leaves out what is not, by itself.
         update: The update that blocks of the gradient are consumed by, if they are.
         finite: Whether it was taken so far.
     """
@@ -58,6 +63,7 @@ class Parcel:
     version: int
     complete: bool
     bounded: bool
+    certain: bool
     update: Update | None = None
     finite: bool = True
 
@@ -131,18 +137,36 @@ class Shipping:
         self.ranks, self.peers, self.receiver = ranks, peers, receiver
         self.route, self.ahead = route, ahead
         self.plan: dict[str, tuple[Route, int]] = {}
+        self._passes = Passes(peers)
         self._collected: list[Parcel] = []
         self._elements = 0
-        self._announced: tuple[list[Parcel], Answers] | None = None
+        self._announced: tuple[list[Parcel], list[Item], Answers] | None = None
         # Whether it is a block, and what hands it out.
         self._flying: deque[tuple[bool, Callable[[], None]]] = deque()
         self._sent = self._used = 0
-        # Most tokens of a layer of the last bundle that was sent, 0 before the first one; whether bundles are reduced.
-        self._tokens = 0
+        # Most tokens of a layer of the last bundle that was sent, 0 before the first one, and before this pass; whether
+        # bundles are reduced.
+        self._tokens = self._tokens_before = 0
         self._reduced = route == "reduce"
+
+    def begin(self, kind: Hashable) -> None:
+        """A backward pass begins, on all ranks; one that waits for answers anyway has nothing to ask.
+
+        Args:
+            kind: See `Passes.ask`.
+        """
+        self._tokens_before = self._tokens
+        if self.ahead and self.ranks.size > 1:
+            self._passes.ask(kind)
 
     def send(self, parcel: Parcel) -> None:
         """Take over a layer's factors."""
+        if self._passes.asked and self._collected:
+            self._hear()
+        if self._passes.following:
+            self._collected.append(parcel)
+            self._follow()
+            return
         if self._collected and not self._fits(parcel):
             self._close()
         elif self._collected:
@@ -151,17 +175,50 @@ class Shipping:
         self._elements += sum(parcel.slot.param.shape)
 
     def flush(self) -> None:
-        """Send and use everything."""
+        """Send and use everything: the pass is over."""
+        if self._passes.asked:
+            self._hear()
+        if self._passes.following and self._collected:
+            self._leave()
         if self._collected:
             self._close()
         self._send_announced()
         self._use(self._sent)
+        self._passes.end(steady=0 < self._tokens == self._tokens_before)
 
     def forget(self) -> None:
         """Drop everything: the step broke off."""
         self._collected, self._announced, self._elements = [], None, 0
+        self._passes.forget()
         self._flying.clear()
         self._used = self._sent
+
+    # ---------------------------------------------------------------- as written
+
+    def _hear(self) -> None:
+        self._passes.hear()
+        if self._passes.following and self._collected:
+            self._elements = 0
+            self._follow()
+
+    def _follow(self) -> None:
+        """Send what is collected once it is the bundle that comes next in the written pass."""
+        agreed, bundle = self._passes.next, self._collected
+        if agreed is None or not _same(agreed, bundle):
+            self._leave()
+        elif len(bundle) == len(agreed.said):
+            self._collected, before = [], self._sent
+            for parcel, bounded in zip(bundle, agreed.bounded, strict=True):
+                parcel.bounded = bounded and parcel.certain
+            self._ship(bundle, agreed)
+            self._use(before)
+
+    def _leave(self) -> None:
+        """Announce from here on."""
+        bundle, self._collected = self._collected, []
+        self._passes.leave()
+        for parcel in bundle:
+            self.send(parcel)
 
     # ---------------------------------------------------------------- collect, announce
 
@@ -180,14 +237,13 @@ class Shipping:
 
     def _close(self) -> None:
         bundle, self._collected, self._elements = self._collected, [], 0
-        inputs = [parcel.input for parcel in bundle]
         items = [
-            Item(parcel.slot.number, parcel.tokens, inputs.index(own), parcel.bounded)
-            for parcel, own in zip(bundle, inputs, strict=True)
+            Item(parcel.slot.number, parcel.tokens, source, parcel.bounded)
+            for parcel, source in zip(bundle, _sources(bundle), strict=True)
         ]
         answers, before = self.peers.announce(FACTORS, *items), self._sent
         self._send_announced()
-        self._announced = bundle, answers
+        self._announced = bundle, items, answers
         self._use(before)
         if not self.ahead:
             self._send_announced()
@@ -197,34 +253,46 @@ class Shipping:
     def _send_announced(self) -> None:
         if self._announced is None:
             return
-        (bundle, answers), self._announced = self._announced, None
-        said = answers.wait()
-        tokens = [[item.value for item in items] for items in said]
+        (bundle, items, answers), self._announced = self._announced, None
+        agreed = self._agree(bundle, items, answers.wait())
+        for parcel, bounded in zip(bundle, agreed.bounded, strict=True):
+            parcel.bounded = bounded
+        self._ship(bundle, agreed)
+
+    def _agree(self, bundle: Sequence[Parcel], said: Sequence[Item], heard: Sequence[Sequence[Item]]) -> Agreed:
+        tokens = [[item.value for item in items] for items in heard]
         # Shared by all ranks or by none.
         sources = [
             items[0].source if all(item.source == items[0].source for item in items) else i
-            for i, items in enumerate(said)
+            for i, items in enumerate(heard)
         ]
-        for parcel, items in zip(bundle, said, strict=True):
-            parcel.bounded = all(item.flag for item in items)
-        routes = self._choose(bundle, [max(counts) for counts in tokens], sources)
-        self._tokens = max(max(counts) for counts in tokens)
-        exchanged = "exchange" in routes
+        routes, moved = self._choose(bundle, [max(counts) for counts in tokens], sources)
+        bounded = [all(item.flag for item in items) for items in heard]
+        return Agreed(said, bundle[0].dtypes, tokens, sources, bounded, routes, moved)
+
+    def _ship(self, bundle: Sequence[Parcel], agreed: Agreed) -> None:
+        self._passes.went(agreed)
+        self._tokens = agreed.most
+        exchanged = "exchange" in agreed.routes
         if exchanged or len(bundle) > 1:  # a layer alone may be exchanged as soon as it shares its input
             self._reduced = not exchanged
         together: dict[tuple[int, ...], list[int]] = {}
-        for i, (way, counts) in enumerate(zip(routes, tokens, strict=True)):
+        for i, (parcel, way, moved) in enumerate(zip(bundle, agreed.routes, agreed.moved, strict=True)):
+            self.plan[parcel.slot.name] = way, moved
             if way == "exchange":
-                together.setdefault(tuple(counts), []).append(i)
+                together.setdefault(tuple(agreed.tokens[i]), []).append(i)
             else:
-                self._reduce(bundle[i])
-        for places in together.values():
-            at = {sources[i]: place for place, i in reversed(list(enumerate(places)))}
+                self._reduce(parcel)
+        for counts, places in together.items():
+            at = {agreed.sources[i]: place for place, i in reversed(list(enumerate(places)))}
             dys, xs = zip(*(bundle[i].take() for i in places), strict=True)
-            exchange = Exchange(dys, xs, [at[sources[i]] for i in places], max(tokens[places[0]]), self.ranks)
+            exchange = Exchange(dys, xs, [at[agreed.sources[i]] for i in places], max(counts), self.ranks)
             self._fly(False, partial(self._arrive, [bundle[i] for i in places], exchange))
 
-    def _choose(self, bundle: Sequence[Parcel], tokens: Sequence[int], sources: Sequence[int]) -> list[Route]:
+    def _choose(
+        self, bundle: Sequence[Parcel], tokens: Sequence[int], sources: Sequence[int]
+    ) -> tuple[list[Route], list[int]]:
+        """Routes, and the bytes that they make a rank receive."""
         size, shards = self.ranks.size, self.ranks.shards
         layers = []
         for parcel, most, source in zip(bundle, tokens, sources, strict=True):
@@ -232,9 +300,7 @@ class Shipping:
             wide = compute_dtype(parcel.slot.param).itemsize
             layers.append(Layer((rows, columns), most, source, parcel.dtypes[0].itemsize, wide))
         routes = cheaper_routes(layers, size, shards) if self.route == "auto" else [self.route] * len(layers)
-        for parcel, way, moved in zip(bundle, routes, received(layers, routes, size, shards), strict=True):
-            self.plan[parcel.slot.name] = way, moved
-        return routes
+        return routes, received(layers, routes, size, shards)
 
     def _reduce(self, parcel: Parcel) -> None:
         dtype = compute_dtype(parcel.slot.param)
@@ -263,3 +329,19 @@ class Shipping:
         while self._used < count:
             self._used += 1
             self._flying.popleft()[1]()
+
+
+def _sources(bundle: Sequence[Parcel]) -> list[int]:
+    """For each layer, the position of the first one with the same x."""
+    inputs = [parcel.input for parcel in bundle]
+    return [inputs.index(own) for own in inputs]
+
+
+def _same(agreed: Agreed, bundle: Sequence[Parcel]) -> bool:
+    """Whether a bundle is, so far as it is collected, what was agreed on."""
+    last = len(bundle) - 1
+    if bundle[last].dtypes != agreed.dtypes or (bundle[last].slot.number, bundle[last].tokens) != agreed.said[last][:2]:
+        return False
+    if last + 1 < len(agreed.said):
+        return True
+    return all(source in (i, own) for i, (source, own) in enumerate(zip(agreed.sources, _sources(bundle), strict=True)))

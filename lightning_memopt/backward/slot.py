@@ -118,8 +118,8 @@ class Slot:
         """A slot belongs to a run: a pickled parameter leaves it behind."""
         return type(None), ()
 
-    def count_use(self) -> None:
-        """Called by the layer's forward. Recomputation inside backward is not another use.
+    def count_use(self, x: Tensor) -> None:
+        """Called by the layer's forward with its input. Recomputation inside backward is not another use.
 
         Raises:
             UpdateError: Recomputation came after the weight's update and would see its new value.

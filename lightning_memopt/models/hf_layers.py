@@ -77,7 +77,7 @@ def gated_forward(self: Any, x: Tensor) -> Tensor:
         return down(F.silu(gate) * up)
     slot: Slot | None = getattr(weight, linear.SLOT, None)
     if slot is not None:
-        slot.count_use()
+        slot.count_use(gate)
     return GatedLinear.apply(gate, up, weight, slot)
 
 

@@ -60,7 +60,7 @@ def linear_cross_entropy(
     """
     slot: Slot | None = getattr(weight, SLOT, None)
     if slot is not None:
-        slot.count_use()
+        slot.count_use(hidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     return LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), ignore_index, chunk_elements, slot)
 
