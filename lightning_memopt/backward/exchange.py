@@ -215,6 +215,18 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
+def sum_to_owners(parts: Tensor, ranks: Ranks) -> Tensor:
+    """What [shards, n] of all ranks have for this rank's shard, summed, [n]."""
+    mine = parts.new_empty(parts.shape[1])
+    if ranks.shards > 1:
+        reduce_scatter(mine, parts.view(-1), group=ranks.shard_group)
+    else:
+        mine.copy_(parts[0])
+    if ranks.replica_group is not None:
+        dist.all_reduce(mine, group=ranks.replica_group)
+    return mine
+
+
 def sum_over_shards(values: Tensor, ranks: Ranks) -> Tensor:
     """Add up what the owners of different rows know of them, in place; equal on all ranks afterwards."""
     if ranks.shards > 1:

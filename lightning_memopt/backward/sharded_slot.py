@@ -44,6 +44,9 @@ class ShardedSlot(Slot):
     Attributes:
         outgoing: Factors (dY, x) of this rank's tokens that have not been sent to the owners of their rows, and the
             version of x.
+        sent: Whether the last pass had any.
+        bytes: Of the whole parameter.
+        plain: Whether its update runs in plain torch, and what that follows from; None before anyone asked.
     """
 
     updater: ShardedUpdater
@@ -65,7 +68,8 @@ class ShardedSlot(Slot):
         super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
         self._unsharded, self.number, self.unit = unsharded, number, unit
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
-        # Whether its update runs in plain torch, and what that follows from.
+        self.sent = False
+        self.bytes = self.param.nbytes
         self.plain: tuple[tuple[object, ...], bool] | None = None
         shape = self.param.shape
         first, last = ranks.rows(shape[0])
@@ -173,7 +177,11 @@ class ShardedSlot(Slot):
             grad, self.param.grad = local(self.param.grad), None
             if self.mean != 1:
                 grad = grad.to(compute_dtype(grad)) / self.mean
-            self.grad = grad if self.grad is None else self.grad + grad
+            self.add_gradient(grad)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """Take in a gradient of this rank's rows, of which `mean` makes the average over ranks."""
+        self.grad = grad if self.grad is None else self.grad + grad
 
     def drop(self) -> None:
         """Also forget what was not sent."""

@@ -8,16 +8,16 @@ communication overlaps the backward computation in between. Every rank sends the
     step, deferred     factors are sent; their owner keeps them, or the gradient of its rows if that is smaller
     queue              the same, for an earlier micro-batch
 
-What autograd stores (embeddings, norms, biases, a tied weight's other use) is averaged by FSDP2 itself and used at the
-end of the backward pass.
+What autograd stores (embeddings, norms, biases, a tied weight's other use) is averaged by FSDP2 itself, or together
+(`lightning_memopt.backward.averages`), and used at the end of the backward pass.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
+from lightning_memopt.backward.averages import Averages
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
@@ -70,6 +71,7 @@ class ShardedUpdater(Updater):
         self.ranks: Ranks | None = None
         self.peers: Peers | None = None
         self._shipping: Shipping | None = None
+        self._averages: Averages | None = None
         self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
@@ -83,12 +85,19 @@ class ShardedUpdater(Updater):
         """Route and bytes received, by parameter name, of the last step."""
         return {} if self._shipping is None else self._shipping.plan
 
-    def share(self, ranks: Ranks, peers: Peers, unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]]) -> None:
-        """Say who trains together, and which unsharded parameter belongs to each sharded one, of which unit."""
+    def share(
+        self,
+        ranks: Ranks,
+        peers: Peers,
+        unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]],
+        units: Mapping[int, Sequence[Any]],
+    ) -> None:
+        """Say who trains together, which unsharded parameter belongs to each sharded one, of which of FSDP2's units."""
         self.ranks, self.peers, self._unsharded = ranks, peers, unsharded
         peers.describe = self._describe
         ahead = any(param.is_cuda for param in unsharded) if self.ahead is None else self.ahead
         self._shipping = Shipping(ranks, peers, self, self.route, ahead)
+        self._averages = Averages(ranks, units)
 
     def _describe(self, kind: int, number: int) -> str:
         if kind in (END, PASS):
@@ -171,10 +180,18 @@ class ShardedUpdater(Updater):
         if self._ended is not None:
             ended, self._ended = self._ended, None
             ended.wait()
-        if self._shipping is not None and (queue or self.stepping):
-            self._shipping.begin((path, id(self._stepping)))
-        with super().backward(loss, queue):
-            yield
+        if self._shipping is None or self._averages is None or not (queue or self.stepping):
+            with super().backward(loss, queue):
+                yield
+            return
+        self._shipping.begin((path, id(self._stepping)))
+        mine = self.slots.values() if self._stepping is None else self._slots_of(self._stepping)
+        self._averages.begin(cast(Iterable[ShardedSlot], mine))
+        try:
+            with super().backward(loss, queue):
+                yield
+        finally:
+            self._averages.end()
 
     def _ready(self, slot: Slot) -> None:
         """This rank's part of the gradient is complete, or one of its parts in a nested pass."""
@@ -197,6 +214,7 @@ class ShardedUpdater(Updater):
         """Send what `slot` has; if that makes the gradient `complete`, its owner's update follows."""
         assert self.ranks is not None and self._shipping is not None
         size, (dy, x) = self.ranks.size, slot.take_outgoing()
+        slot.sent = True
         if size == 1:
             slot.arrive((dy, x))
             self._arrived(slot, complete)
@@ -256,8 +274,9 @@ class ShardedUpdater(Updater):
             assert isinstance(slot, ShardedSlot)
             if slot.outgoing:
                 self._send(slot, complete=False)
-        if self._shipping is not None:
+        if self._shipping is not None and self._averages is not None:
             self._shipping.flush()
+            self._averages.sum()
         super()._end_pass()
 
     def drop_queue(self, optimizer: Optimizer | None = None) -> None:

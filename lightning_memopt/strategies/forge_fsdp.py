@@ -163,7 +163,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         if self._ranks is None:
             assert self._mesh is not None
             self._ranks = ranks_of(self._mesh, self.timeout)
-        self.updater.share(self._ranks, self._peers, unsharded)
+        self.updater.share(self._ranks, self._peers, unsharded, sharding.units(module))
 
     # ---------------------------------------------------------------- steps
 

@@ -146,8 +146,13 @@ def _prepare(module: nn.Module, place: Callable[[nn.Module], object], done: set[
             done.add(tensor)
 
 
+def units(module: nn.Module) -> dict[int, list[Any]]:
+    """FSDP2's units by number: the parameters of each, as FSDP2 keeps them."""
+    return {unit: _groups(part) for unit, part in enumerate(module.modules()) if isinstance(part, FSDPModule)}
+
+
 def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, tuple[nn.Parameter, int]]:
-    """For each sharded parameter, the one that layers use, and a number of the unit that both are of.
+    """For each sharded parameter, the one that layers use, and the number of the unit that both are of (see `units`).
 
     FSDP2 creates the one that layers use when a unit is gathered first: now.
 
