@@ -94,5 +94,9 @@ class Averages:
 def _as_usual(group: Any) -> bool:
     """Whether FSDP2 would do nothing else with the unit's gradients than average them."""
     policy = group.mp_policy
-    special = (policy.reduce_dtype, getattr(group, "gradient_divide_factor", None), group._all_reduce_hook)
+    special = (
+        policy.reduce_dtype,
+        getattr(group, "gradient_divide_factor", None),
+        getattr(group, "_all_reduce_hook", None),
+    )
     return all(value is None for value in special)
