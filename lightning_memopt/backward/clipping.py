@@ -59,19 +59,34 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
         total: Adds up squared norms, one per parameter, over ranks that hold different parts of each.
     """
     device = slots[0].param.device
-    squares = []
-    for slot in slots:
+    stored: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    squares: dict[int, Tensor] = {}
+    for i, slot in enumerate(slots):
         slot.hold_gradient()
         dtype, lookup = compute_dtype(slot.param), slot.only_lookup()
         if lookup is not None:
-            squares.append(squared_norm_lookup(*lookup, dtype).to(device) * slot.mean**2)
+            squares[i] = squared_norm_lookup(*lookup, dtype)
             continue
         slot.fold_lookups()
         if slot.sparse is not None:
             parts = (slot.factors, slot.stored, slot.sparse.buffer, dtype)
-            square = squared_norm_active(tuple(slot.weight.shape), slot.sparse.bits, *parts)
+            squares[i] = squared_norm_active(tuple(slot.weight.shape), slot.sparse.bits, *parts)
+        elif slot.factors:
+            squares[i] = squared_norm(slot.factors, slot.stored, dtype)
         else:
-            square = squared_norm(slot.factors, slot.stored, dtype)
-        squares.append(square.to(device) * slot.mean**2)
-    norms = total(torch.stack(squares)).sqrt()
+            assert slot.stored is not None
+            stored.setdefault((slot.param.device, dtype), {})[i] = slot.stored
+    for (_, dtype), grads in stored.items():  # all in a few launches
+        roots = torch.stack(torch._foreach_norm(list(grads.values()), 2, dtype))
+        squares |= zip(grads, roots.square().unbind(), strict=True)
+    together = torch.stack([squares[i].to(device) for i in range(len(slots))])
+    norms = total(_scaled(together, [slot.mean**2 for slot in slots])).sqrt()
     return Norms(torch.linalg.vector_norm(norms), dict(zip((slot.name for slot in slots), norms, strict=True)))
+
+
+def _scaled(values: Tensor, factors: Sequence[float]) -> Tensor:
+    """Each value times its factor; the host does not wait for the device."""
+    if all(factor == 1 for factor in factors):
+        return values
+    host = torch.tensor(factors, dtype=values.dtype)
+    return values * (host.pin_memory() if values.is_cuda else host).to(values.device, non_blocking=True)

@@ -32,6 +32,8 @@ all_to_all = dist.all_to_all_single
 # Elements of a block of dW over all owners, 128 MiB in float32. Each costs the host five launches, and an update of a
 # part of the weight costs it more than one of the whole: a layer of an 8B Llama is one or two blocks.
 BLOCK_ELEMENTS = 1 << 25
+# What tensors are seen as where they are only copied.
+WIDE = torch.complex128
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ class Exchange:
 def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks) -> tuple[Tensor, list[int]]:
     """The columns of dY that each rank owns of all layers, [most, columns] of rank 0 first; and their numbers."""
     if ranks.size == ranks.shards and all(dy.shape[1] % ranks.shards == 0 for dy in dys):
-        parts = [dy.unflatten(1, (ranks.shards, -1)).transpose(0, 1) for dy in dys]
-        sent = _padded(torch.cat(parts, 2), most).view(-1)
+        sent = _padded(torch.cat(_split_by_owner(dys, ranks.shards), 2).view(dys[0].dtype), most).view(-1)
         return sent, [len(sent) // ranks.size] * ranks.size
     flat = []
     for rank in range(ranks.size):
@@ -128,6 +129,20 @@ def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks) -> tuple[Tensor, l
         columns = [dy[:, first:last] for dy, (first, last) in zip(dys, bounds, strict=True)]
         flat.append(_padded(torch.cat(columns, 1), most).reshape(-1))
     return torch.cat(flat), [len(part) for part in flat]
+
+
+def _split_by_owner(dys: Sequence[Tensor], shards: int) -> list[Tensor]:
+    """Views [shards, tokens, columns of one owner], in a wider dtype if possible: they are copied by element."""
+    size = dys[0].element_size()
+    # Numbers of elements that are whole and aligned elements of 16 bytes.
+    counts = [n for dy in dys for n in (dy.shape[1] // shards, dy.stride(0), dy.storage_offset())]
+    aligned = all(n * size % WIDE.itemsize == 0 for n in counts) and all(dy.stride(1) == 1 for dy in dys)
+    parts = []
+    for dy in dys:
+        wide = dy.view(WIDE) if aligned else dy
+        columns, (row, column) = wide.shape[1] // shards, wide.stride()
+        parts.append(wide.as_strided((shards, len(wide), columns), (columns * column, row, column)))
+    return parts
 
 
 @dataclass(frozen=True, eq=False)

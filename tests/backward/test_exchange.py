@@ -72,10 +72,10 @@ def bundled(dtype: torch.dtype, heights: tuple[int, ...]) -> None:
     assert together[3][1].data_ptr() == together[0][1].data_ptr()
 
 
-@pytest.mark.parametrize("heights", [(6, 9, 3, 12, 6), (6, 7, 1, 2, 9)])
+@pytest.mark.parametrize("heights", [(6, 9, 3, 12, 6), (24, 72, 48, 24, 24), (6, 7, 1, 2, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bundles(three: Ranks, dtype: torch.dtype, heights: tuple[int, ...]) -> None:
-    """Equal shards, and uneven and empty ones."""
+    """Equal shards, wide enough to be copied 16 bytes at a time or not, and uneven and empty ones."""
     three(bundled, dtype, heights)
 
 
