@@ -46,7 +46,7 @@ class ShardedSlot(Slot):
             version of x.
         sent: Whether the last pass had any.
         bytes: Of the whole parameter.
-        plain: Whether its update runs in plain torch, and what that follows from; None before anyone asked.
+        in_torch: Whether its update runs in plain torch, and what that follows from; None before anyone asked.
     """
 
     updater: ShardedUpdater
@@ -70,7 +70,7 @@ class ShardedSlot(Slot):
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
         self.sent = False
         self.bytes = self.param.nbytes
-        self.plain: tuple[tuple[object, ...], bool] | None = None
+        self.in_torch: tuple[tuple[object, ...], bool] | None = None
         shape = self.param.shape
         first, last = ranks.rows(shape[0])
         if (last - first, *shape[1:]) != tuple(local(self.param).shape):

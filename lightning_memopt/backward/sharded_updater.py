@@ -329,9 +329,9 @@ class ShardedUpdater(Updater):
         if slot.sparse is None:
             assert isinstance(slot, ShardedSlot)
             facts = self.storage(slot), slot.tile, slot.row is None, self.kernel
-            if slot.plain is None or slot.plain[0] != facts:
-                slot.plain = facts, not in_triton(self._as_update(slot), self.kernel)
-            return slot.plain[1]
+            if slot.in_torch is None or slot.in_torch[0] != facts:
+                slot.in_torch = facts, not in_triton(self._as_update(slot), self.kernel)
+            return slot.in_torch[1]
         codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
 
