@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,9 +60,13 @@ class Ranks:
 
     def rows(self, total: int, shard: int | None = None) -> tuple[int, int]:
         """First row, and row past the last, of a shard (this rank's) of `total` rows."""
-        per = shard_rows(total, self.shards)
-        shard = self.index if shard is None else shard
-        return min(shard * per, total), min((shard + 1) * per, total)
+        return owned_rows(total, self.shards, self.index if shard is None else shard)
+
+
+def owned_rows(total: int, shards: int, shard: int) -> tuple[int, int]:
+    """First row, and row past the last, of a shard of `total` rows."""
+    per = shard_rows(total, shards)
+    return min(shard * per, total), min((shard + 1) * per, total)
 
 
 class Exchange:
@@ -79,19 +85,16 @@ class Exchange:
     def __init__(
         self, dys: Sequence[Tensor], xs: Sequence[Tensor], sources: Sequence[int], most: int, ranks: Ranks
     ) -> None:
-        self._sources = sources
-        self._widths = [last - first for first, last in (ranks.rows(dy.shape[1]) for dy in dys)]
-        self._columns = [
-            x.shape[1] if source == i else 0 for i, (x, source) in enumerate(zip(xs, sources, strict=True))
-        ]
-        self._x = xs[0].new_empty(ranks.size * most, sum(self._columns))
-        self._dy = dys[0].new_empty(ranks.size * most, sum(self._widths))
+        heights, widths = tuple(dy.shape[1] for dy in dys), tuple(x.shape[1] for x in xs)
+        self._layout = _layout(heights, widths, tuple(sources), ranks.shards, ranks.index)
+        self._x = xs[0].new_empty(ranks.size * most, sum(self._layout.columns))
+        self._dy = dys[0].new_empty(ranks.size * most, sum(self._layout.own))
         self._works: list[dist.Work] = []
         if not most:
             return
-        distinct = [x for x, columns in zip(xs, self._columns, strict=True) if columns]
+        distinct = [xs[i] for i in self._layout.distinct]
         x = _padded(distinct[0] if len(distinct) == 1 else torch.cat(distinct, 1), most).contiguous()
-        sent, counts = _by_owner(dys, most, ranks)
+        sent, counts = _by_owner(dys, most, ranks, self._layout.even)
         self._works = [
             all_gather(self._x, x, group=ranks.group, async_op=True),
             all_to_all(
@@ -114,13 +117,45 @@ class Exchange:
         for work in self._works:
             work.wait()
         self._sent = ()
-        dys, xs = self._dy.split(self._widths, 1), self._x.split(self._columns, 1)
-        return [(dy, xs[source]) for dy, source in zip(dys, self._sources, strict=True)]
+        dys, xs = self._dy.split_with_sizes(self._layout.own, 1), self._x.split_with_sizes(self._layout.columns, 1)
+        return [(dy, xs[place]) for dy, place in zip(dys, self._layout.places, strict=True)]
 
 
-def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks) -> tuple[Tensor, list[int]]:
+class _Layout(NamedTuple):
+    """Where layers that travel together lie beside each other.
+
+    Attributes:
+        own: Columns of each layer's dY that are this rank's.
+        columns: Of each x that is sent.
+        distinct: The layers whose x is sent.
+        places: For each layer, which of these is its own.
+        even: Whether all ranks own as many columns of each layer.
+    """
+
+    own: list[int]
+    columns: list[int]
+    distinct: list[int]
+    places: list[int]
+    even: bool
+
+
+@lru_cache(256)
+def _layout(
+    heights: tuple[int, ...], widths: tuple[int, ...], sources: tuple[int, ...], shards: int, index: int
+) -> _Layout:
+    distinct = [i for i, source in enumerate(sources) if source == i]
+    return _Layout(
+        own=[last - first for first, last in (owned_rows(height, shards, index) for height in heights)],
+        columns=[widths[i] for i in distinct],
+        distinct=distinct,
+        places=[distinct.index(source) for source in sources],
+        even=all(height % shards == 0 for height in heights),
+    )
+
+
+def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks, even: bool) -> tuple[Tensor, list[int]]:
     """The columns of dY that each rank owns of all layers, [most, columns] of rank 0 first; and their numbers."""
-    if ranks.size == ranks.shards and all(dy.shape[1] % ranks.shards == 0 for dy in dys):
+    if ranks.size == ranks.shards and even:
         sent = _padded(torch.cat(_split_by_owner(dys, ranks.shards), 2).view(dys[0].dtype), most).view(-1)
         return sent, [len(sent) // ranks.size] * ranks.size
     flat = []

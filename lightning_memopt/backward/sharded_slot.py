@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.exchange import Ranks
-from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.slot import Slot, check_unchanged
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
@@ -123,10 +123,11 @@ class ShardedSlot(Slot):
         return self.leaf.grad is not None or self.param.grad is not None
 
     def count_use(self, x: Tensor) -> None:
-        """As for one device; the ranks compare what they are called with."""
+        """As for one device; what this rank's backward pass will send follows from all that are called."""
         super().count_use(x)
-        if not self.updater.in_backward:
-            self.updater.note_use(self.number, x.shape, x.dtype)
+        updater = self.updater
+        if not updater.in_backward:
+            updater.path = hash((updater.path, self.number, x.shape, x.dtype))
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the factors of one use until they are sent."""
@@ -145,15 +146,10 @@ class ShardedSlot(Slot):
         Raises:
             UpdateError: An input was changed in place after its use.
         """
-        kept = self.factors, self.versions
-        self.factors = [(dy, x) for dy, x, _ in self.outgoing]
-        self.versions = [version for _, _, version in self.outgoing]
-        try:
-            self._check_inputs()
-            return join(self.factors)
-        finally:
-            self.outgoing = []
-            self.factors, self.versions = kept
+        outgoing, self.outgoing = self.outgoing, []
+        for _, x, version in outgoing:
+            check_unchanged(self.name, x, version)
+        return join([(dy, x) for dy, x, _ in outgoing])
 
     def arrive(self, factors: Factors) -> None:
         """Take in factors of this rank's rows, over the tokens of all ranks."""

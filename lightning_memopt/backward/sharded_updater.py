@@ -61,6 +61,7 @@ class ShardedUpdater(Updater):
         route: How gradients of linear layers are summed over ranks; ``"auto"`` takes what moves fewer bytes.
         ahead: Go on with the backward pass before the other hosts have answered an announcement. By default for GPUs,
             whose hosts run ahead of them.
+        path: A number for the layers that were called in forward, in order, with how many tokens each.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +76,7 @@ class ShardedUpdater(Updater):
         self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
-        self._path = 0
+        self.path = 0
         self._ended: Answers | None = None
 
     # ---------------------------------------------------------------- set-up
@@ -164,19 +165,15 @@ class ShardedUpdater(Updater):
 
     # ---------------------------------------------------------------- a backward pass
 
-    def note_use(self, *facts: Hashable) -> None:
-        """A layer is called, in forward: what this rank's backward pass will send follows from all that are."""
-        self._path = hash((self._path, *facts))
-
     def forget_uses(self) -> None:
         """As for one device."""
         super().forget_uses()
-        self._path = 0
+        self.path = 0
 
     @contextmanager
     def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
         """As for one device; the ranks say what is to come."""
-        path, self._path = self._path, 0
+        path, self.path = self.path, 0
         if self._ended is not None:
             ended, self._ended = self._ended, None
             ended.wait()
@@ -209,7 +206,6 @@ class ShardedUpdater(Updater):
         immediate = self._stepping is not None and not self._deferred
         self._send(slot, immediate and complete and not slot.awaits_average)
 
-    @torch.no_grad()
     def _send(self, slot: ShardedSlot, complete: bool) -> None:
         """Send what `slot` has; if that makes the gradient `complete`, its owner's update follows."""
         assert self.ranks is not None and self._shipping is not None
@@ -219,15 +215,20 @@ class ShardedUpdater(Updater):
             slot.arrive((dy, x))
             self._arrived(slot, complete)
             return
-        limit = min(slot.rule.limit / size, torch.finfo(torch.float32).max)
-        certain = not self._takes_all_or_nothing(slot)
-        bounded = certain or largest_possible(dy, x) < limit
+        bounded = certain = not self._takes_all_or_nothing(slot)
+        if not certain:
+            bounded = largest_possible(dy, x) < min(slot.rule.limit / size, torch.finfo(torch.float32).max)
         self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded, certain))
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
         """The factors of this rank's rows, over the tokens of all ranks."""
-        parcel.slot.arrive(factors)
-        self._arrived(parcel.slot, parcel.complete)
+        slot = parcel.slot
+        if parcel.complete and not slot.pending:  # most of them
+            update, kept = self._begin(slot), [factors]
+            self._settle(slot, self._sound(slot, kept, None) and self._apply(update, kept, None))
+            return
+        slot.arrive(factors)
+        self._arrived(slot, parcel.complete)
 
     def received(self, parcels: Sequence[Parcel]) -> None:
         """What arrived together has been handed out."""
@@ -334,6 +335,11 @@ class ShardedUpdater(Updater):
             return slot.in_torch[1]
         codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
+
+    def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
+        update = super()._as_update(slot, coefficient)
+        update.crowded = True
+        return update
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if not update.weight.numel():  # this rank has no rows

@@ -9,7 +9,9 @@ all of them; an input that several layers share is sent once. While one bundle i
     use        when the next bundle is closed: by then it has had the time of a whole unit to arrive
 
 In a pass like an earlier one (`lightning_memopt.backward.passes`) nothing is announced: a bundle is sent with its last
-layer, and the one before it used then.
+layer, and the one before it used when the next one begins. So updates run while both factors and, on FSDP2's part, the
+next weights travel: the update's kernel makes do with the multiprocessors that collectives leave, where a matmul of
+cuBLAS takes twice as long (`lightning_memopt.kernels.fused_hopper`).
 
 What is sent and used, and in which order, is the same on all ranks: it depends on layers, and on what was announced.
 """
@@ -143,7 +145,8 @@ class Shipping:
         self._announced: tuple[list[Parcel], list[Item], Answers] | None = None
         # Whether it is a block, and what hands it out.
         self._flying: deque[tuple[bool, Callable[[], None]]] = deque()
-        self._sent = self._used = 0
+        # How many were sent, used, and are used when the next bundle begins.
+        self._sent = self._used = self._due = 0
         # Most tokens of a layer of the last bundle that was sent, 0 before the first one, and before this pass; whether
         # bundles are reduced.
         self._tokens = self._tokens_before = 0
@@ -164,6 +167,8 @@ class Shipping:
         if self._passes.asked and self._collected:
             self._hear()
         if self._passes.following:
+            if not self._collected:
+                self._use(self._due)
             self._collected.append(parcel)
             self._follow()
             return
@@ -191,7 +196,7 @@ class Shipping:
         self._collected, self._announced, self._elements = [], None, 0
         self._passes.forget()
         self._flying.clear()
-        self._used = self._sent
+        self._used = self._due = self._sent
 
     # ---------------------------------------------------------------- as written
 
@@ -207,11 +212,10 @@ class Shipping:
         if agreed is None or not _same(agreed, bundle):
             self._leave()
         elif len(bundle) == len(agreed.said):
-            self._collected, before = [], self._sent
+            self._collected, self._due = [], self._sent
             for parcel, bounded in zip(bundle, agreed.bounded, strict=True):
                 parcel.bounded = bounded and parcel.certain
             self._ship(bundle, agreed)
-            self._use(before)
 
     def _leave(self) -> None:
         """Announce from here on."""

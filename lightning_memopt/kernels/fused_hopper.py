@@ -24,6 +24,10 @@ from lightning_memopt.rules.storage import Storage
 # Tokens in a stage of the operand ring, as a rule, and its bytes.
 TOKENS = 64
 STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
+# Where collectives hold some multiprocessors, one program per multiprocessor would mean that those without one begin
+# when all others are through. Up to so many take turns then, each with so many tiles at least: the first tile of a
+# program is not multiplied while another one is updated.
+TURNS, TILES = 4, 4
 # Shared memory of a block on Hopper, less what barriers and reductions take.
 SHARED = 227 * 1024 - 2048
 _GLUON = {
@@ -151,5 +155,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         "num_warps": 4,
     }
     programs = min(tile_count, _multiprocessors(dy.device))
+    if update.crowded:
+        programs *= max(1, min(TURNS, tile_count // (TILES * programs)))
     place = weight_gradient_update.arg_names.index("tokens")
     return Call(weight_gradient_update, programs, arguments, constants, operands=2, tokens=place)

@@ -40,6 +40,7 @@ class Update:
         nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
         active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
         memory: Where kernels keep what they need not find out again, or None. Not for parts of the weight.
+        crowded: Collectives may take some of the device's multiprocessors meanwhile.
         entries: Set where `weight` holds the gathered active elements of a sparse one, [1, count].
     """
 
@@ -60,6 +61,7 @@ class Update:
     active: Active | None = None
     entries: Entries | None = None
     memory: Memory | None = None
+    crowded: bool = False
 
     def rows(self, start: int, stop: int) -> Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""
