@@ -214,6 +214,19 @@ def train(
     return _train(make, made, save, inspect, **options)
 
 
+def train_told(later: bool, *args: Any, **options: Any) -> dict[str, Any]:
+    """Train with hosts that run ahead; `later`: as if kernels left out by themselves what is not finite."""
+    from lightning_memopt.backward.sharded_updater import ShardedUpdater
+
+    plain = ShardedUpdater._takes_all_or_nothing
+    if later:
+        ShardedUpdater._takes_all_or_nothing = lambda *_: False  # type: ignore[method-assign]
+    try:
+        return train(*args, ahead=True, **options)
+    finally:
+        ShardedUpdater._takes_all_or_nothing = plain  # type: ignore[method-assign]
+
+
 class ShardsItself(Module):
     """Calls fully_shard in configure_model, as Lightning's ModelParallelStrategy asks for."""
 

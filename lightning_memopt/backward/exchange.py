@@ -180,6 +180,44 @@ def _split_by_owner(dys: Sequence[Tensor], shards: int) -> list[Tensor]:
     return parts
 
 
+class Lookups:
+    """What all ranks looked up in one table, on its way to all of them, in two collectives.
+
+    Args:
+        dy: Gradient [tokens, D] of what this rank looked up.
+        indices: Rows of the whole table, int64 [tokens].
+        most: Largest number of tokens of any rank.
+        ranks: Who takes part.
+    """
+
+    def __init__(self, dy: Tensor, indices: Tensor, most: int, ranks: Ranks) -> None:
+        self._dy = dy.new_empty(ranks.size * most, dy.shape[1])
+        self._indices = indices.new_empty(ranks.size * most)
+        self._works: list[dist.Work] = []
+        if not most:
+            return
+        # No row is -1.
+        sent = _padded(dy, most).contiguous(), torch.nn.functional.pad(indices, (0, most - len(indices)), value=-1)
+        self._works = [
+            all_gather(into, part, group=ranks.group, async_op=True)
+            for into, part in zip((self._dy, self._indices), sent, strict=True)
+        ]
+        self._sent: tuple[Tensor, ...] = sent
+
+    def wait(self, first: int, last: int, padding: int) -> tuple[Tensor, Tensor, int]:
+        """Of the rows [first, last): dY of all ranks' tokens, the row of each, and that which takes no gradient or -1.
+
+        Tokens of other rows have that last number for a row, so nothing takes theirs. Kernels that follow wait, the
+        host does not.
+        """
+        for work in self._works:
+            work.wait()
+        self._sent = ()
+        none = padding - first if first <= padding < last else -1
+        mine = (self._indices >= first) & (self._indices < last)
+        return self._dy, torch.where(mine, self._indices - first, none), none
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """Rows of dW, of all owners, on their way to these.

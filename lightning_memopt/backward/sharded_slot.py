@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.exchange import Ranks
-from lightning_memopt.backward.slot import Slot, check_unchanged
+from lightning_memopt.backward.slot import Lookup, Slot, check_unchanged
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
@@ -44,6 +44,7 @@ class ShardedSlot(Slot):
     Attributes:
         outgoing: Factors (dY, x) of this rank's tokens that have not been sent to the owners of their rows, and the
             version of x.
+        looked_up: The same of look-ups: dY [tokens, D], rows of the whole table [tokens], padding index or -1.
         sent: Whether the last pass had any.
         bytes: Of the whole parameter.
         in_torch: Whether its update runs in plain torch, and what that follows from; None before anyone asked.
@@ -68,6 +69,7 @@ class ShardedSlot(Slot):
         super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
         self._unsharded, self.number, self.unit = unsharded, number, unit
         self.outgoing: list[tuple[Tensor, Tensor, int]] = []
+        self.looked_up: list[Lookup] = []
         self.sent = False
         self.bytes = self.param.nbytes
         self.in_torch: tuple[tuple[object, ...], bool] | None = None
@@ -115,7 +117,7 @@ class ShardedSlot(Slot):
     @property
     def pending(self) -> bool:
         """Whether any part of a gradient waits here."""
-        return bool(self.outgoing) or super().pending
+        return bool(self.outgoing) or bool(self.looked_up) or super().pending
 
     @property
     def awaits_average(self) -> bool:
@@ -136,9 +138,19 @@ class ShardedSlot(Slot):
         self.outgoing.append((dy, x, x._version))
         return True
 
-    def take_lookup(self, *_: Any) -> bool:
-        """Leave the gradient of an embedding to autograd and FSDP2."""
-        return False
+    def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
+        """Keep what was looked up until it is sent."""
+        if self.sparse is not None or not self.updater.takes(self):
+            return False
+        self.looked_up.append((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).long().clone(), padding_idx))
+        return True
+
+    def take_looked_up(self) -> Iterator[Lookup]:
+        """What this rank looked up, to be sent, together for each padding index."""
+        looked_up, self.looked_up = self.looked_up, []
+        for padding in dict.fromkeys(padding for *_, padding in looked_up):
+            dys, indices = zip(*((dy, rows) for dy, rows, own in looked_up if own == padding), strict=True)
+            yield (torch.cat(dys), torch.cat(indices), padding) if len(dys) > 1 else (dys[0], indices[0], padding)
 
     def take_outgoing(self) -> Factors:
         """This rank's factors, to be sent.
@@ -182,7 +194,7 @@ class ShardedSlot(Slot):
     def drop(self) -> None:
         """Also forget what was not sent."""
         super().drop()
-        self.outgoing = []
+        self.outgoing, self.looked_up = [], []
 
 
 def part_kept(slots: Sequence[ShardedSlot]) -> None:

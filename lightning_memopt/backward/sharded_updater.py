@@ -15,7 +15,7 @@ What autograd stores (embeddings, norms, biases, a tied weight's other use) is a
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -34,7 +34,7 @@ from lightning_memopt.backward.passes import PASS
 from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept, row_entries, spread_rows
 from lightning_memopt.backward.shipping import Parcel, Shipping
-from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.slot import Lookup, Slot
 from lightning_memopt.backward.traffic import Route
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
@@ -196,6 +196,8 @@ class ShardedUpdater(Updater):
         if not self._owns(slot):
             return
         slot.ready = True
+        if slot.looked_up:
+            self._send_lookups(slot)
         if not slot.outgoing:
             return
         if engine.current_pass() != self._task:
@@ -219,6 +221,22 @@ class ShardedUpdater(Updater):
         if not certain:
             bounded = largest_possible(dy, x) < min(slot.rule.limit / size, torch.finfo(torch.float32).max)
         self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded, certain))
+
+    def _send_lookups(self, slot: ShardedSlot) -> None:
+        """Send what was looked up; the table is updated at the end of the pass."""
+        assert self.ranks is not None and self._shipping is not None
+        slot.sent = True
+        for dy, indices, padding in slot.take_looked_up():
+            parcel = Parcel(slot, (dy, indices), indices._version, False, True, True, padding)
+            if self.ranks.size == 1:
+                self.receive_lookup(parcel, (dy, indices, padding))
+            else:
+                self._shipping.send(parcel)
+
+    def receive_lookup(self, parcel: Parcel, lookup: Lookup) -> None:
+        """What all ranks' tokens looked up in this rank's rows of a table."""
+        parcel.slot.lookups.append(lookup)
+        self._fold(parcel.slot)
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
         """The factors of this rank's rows, over the tokens of all ranks."""
@@ -273,6 +291,8 @@ class ShardedUpdater(Updater):
         """Send what a nested pass left, wait for the last factors, and use what FSDP2 has averaged meanwhile."""
         for slot in self.slots.values():
             assert isinstance(slot, ShardedSlot)
+            if slot.looked_up:
+                self._send_lookups(slot)
             if slot.outgoing:
                 self._send(slot, complete=False)
         if self._shipping is not None and self._averages is not None:
@@ -309,6 +329,11 @@ class ShardedUpdater(Updater):
         # interest, and known early enough when the next pass begins.
         self._ended = self.peers.announce(END, Item(len(taken)))
         return taken
+
+    def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
+        if slot.lookups and self._takes_all_or_nothing(slot):  # then all ranks must know the gradient first
+            slot.fold_lookups()
+        super()._update(slot, coefficient)
 
     def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         """Whether the gradient is finite in the rows of all ranks. GPUs are not asked: their kernels tell later."""

@@ -27,12 +27,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memopt.backward.exchange import Block, Exchange, Ranks, reduce_rows, send_blocks
+from lightning_memopt.backward.exchange import Block, Exchange, Lookups, Ranks, reduce_rows, send_blocks
 from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot
-from lightning_memopt.backward.slot import check_unchanged
-from lightning_memopt.backward.traffic import Layer, Route, cheaper_routes, received
+from lightning_memopt.backward.slot import Lookup, check_unchanged
+from lightning_memopt.backward.traffic import Layer, Route, cheaper_routes, lookup_bytes, received
 from lightning_memopt.kernels import Factors, Update
 from lightning_memopt.kernels.reference import compute_dtype
 
@@ -51,11 +51,13 @@ class Parcel:
 
     Attributes:
         slot: The weight.
-        factors: This rank's dY [tokens, R] and x [tokens, C]; None once sent.
+        factors: This rank's dY [tokens, R] and x [tokens, C], or of a table dY [tokens, D] and rows [tokens]; None once
+            sent.
         version: Of x, which must not change before it is sent.
         complete: Whether they complete the gradient.
         bounded: Whether the gradient is known to be finite, on all ranks once announced.
         certain: It need not be: its update leaves out what is not, by itself.
+        padding: Of a table, the row that takes no gradient, or -1; None for a layer.
         update: The update that blocks of the gradient are consumed by, if they are.
         finite: Whether it was taken so far.
     """
@@ -66,6 +68,7 @@ class Parcel:
     complete: bool
     bounded: bool
     certain: bool
+    padding: int | None = None
     update: Update | None = None
     finite: bool = True
 
@@ -108,6 +111,9 @@ class Receiver(Protocol):
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:
         """The factors of this rank's rows, over the tokens of all ranks."""
+
+    def receive_lookup(self, parcel: Parcel, lookup: Lookup) -> None:
+        """What all ranks' tokens looked up in this rank's rows of a table."""
 
     def received(self, parcels: Sequence[Parcel]) -> None:
         """The factors of all of them, which came in one piece of memory, were handed out."""
@@ -232,6 +238,8 @@ class Shipping:
         if not self._tokens or self._reduced or len(self._collected) == ITEMS:
             return False
         first = self._collected[0]
+        if first.padding is not None or parcel.padding is not None:
+            return False
         if parcel.slot.unit != first.slot.unit or parcel.dtypes != first.dtypes:
             return False
         if any(parcel.slot is other.slot for other in self._collected):  # parts are used in their order
@@ -276,14 +284,18 @@ class Shipping:
 
     def _ship(self, bundle: Sequence[Parcel], agreed: Agreed) -> None:
         self._passes.went(agreed)
-        self._tokens = agreed.most
-        exchanged = "exchange" in agreed.routes
-        if exchanged or len(bundle) > 1:  # a layer alone may be exchanged as soon as it shares its input
-            self._reduced = not exchanged
+        if bundle[0].padding is None:
+            self._tokens = agreed.most
+            exchanged = "exchange" in agreed.routes
+            if exchanged or len(bundle) > 1:  # a layer alone may be exchanged as soon as it shares its input
+                self._reduced = not exchanged
         together: dict[tuple[int, ...], list[int]] = {}
         for i, (parcel, way, moved) in enumerate(zip(bundle, agreed.routes, agreed.moved, strict=True)):
             self.plan[parcel.slot.name] = way, moved
-            if way == "exchange":
+            if parcel.padding is not None:
+                lookups = Lookups(*parcel.take(), agreed.most, self.ranks)
+                self._fly(False, partial(self._arrive_lookup, parcel, lookups))
+            elif way == "exchange":
                 together.setdefault(tuple(agreed.tokens[i]), []).append(i)
             else:
                 self._reduce(parcel)
@@ -298,6 +310,10 @@ class Shipping:
     ) -> tuple[list[Route], list[int]]:
         """Routes, and the bytes that they make a rank receive."""
         size, shards = self.ranks.size, self.ranks.shards
+        if bundle[0].padding is not None:
+            return ["exchange"], [
+                lookup_bytes(bundle[0].slot.param.shape[1], tokens[0], size, bundle[0].dtypes[0].itemsize)
+            ]
         layers = []
         for parcel, most, source in zip(bundle, tokens, sources, strict=True):
             rows, columns = parcel.slot.param.shape
@@ -327,6 +343,11 @@ class Shipping:
         for parcel, factors in zip(parcels, exchange.wait(), strict=True):
             self.receiver.receive_factors(parcel, factors)
         self.receiver.received(parcels)
+
+    def _arrive_lookup(self, parcel: Parcel, lookups: Lookups) -> None:
+        assert parcel.padding is not None
+        rows = self.ranks.rows(parcel.slot.param.shape[0])
+        self.receiver.receive_lookup(parcel, lookups.wait(*rows, parcel.padding))
 
     def _use(self, count: int) -> None:
         """Hand out what was sent, in order, up to that many in all; kernels wait for it, the host does not."""

@@ -58,6 +58,11 @@ def reduce_bytes(shape: tuple[int, int], ranks: int, shards: int, itemsize: int 
     return (shards - 1) * part + 2 * (replicas - 1) * part // replicas
 
 
+def lookup_bytes(dim: int, tokens: int, ranks: int, itemsize: int) -> int:
+    """Received by one rank of what others looked up in a table: dY and int64 row numbers."""
+    return (ranks - 1) * tokens * (dim * itemsize + 8)
+
+
 class Layer(NamedTuple):
     """One of the layers that are sent together.
 

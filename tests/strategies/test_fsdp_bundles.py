@@ -10,13 +10,12 @@ import pytest
 import torch
 from harness import Module
 from lightning.pytorch import Callback
-from sharded import Ranks, furthest, train, train_plain
+from sharded import Ranks, furthest, train, train_plain, train_told
 from torch import Tensor, nn
 
 import lightning_memopt as memopt
 from lightning_memopt.backward import shipping
 from lightning_memopt.backward.peers import Answers, Item, Peers
-from lightning_memopt.backward.sharded_updater import ShardedUpdater
 
 STEPS, WIDTH = 4, 12
 
@@ -91,9 +90,9 @@ def count_announcements(**options: Any) -> tuple[list[Counter[int]], dict[str, t
 def test_one_announcement_per_block(two: Ranks) -> None:
     """In the second step, which knows the tokens; none from then on; q, k and v receive their input once."""
     for counts, plan in two(count_announcements, strategy={"route": "exchange"}, ahead=True):
-        # The head by itself; the first block of the first step layer by layer, until an answer is known.
-        assert sum(size * count for size, count in counts[0].items()) == 11 and counts[0][1] >= 2
-        assert counts[1] == {1: 1, 5: 2}
+        # The head and the table by themselves; in the first step also the layers before an answer is known.
+        assert sum(size * count for size, count in counts[0].items()) == 12 and counts[0][1] >= 3
+        assert counts[1] == {1: 2, 5: 2}
         assert counts[2:] == [{}] * (STEPS - 2)
         moved = {name.removeprefix("net.blocks.0."): count for name, (_, count) in plan.items()}
         q, k, v = (moved[f"{name}.weight"] for name in "qkv")
@@ -136,17 +135,6 @@ def test_steps_of_several_kinds(two: Ranks, route: str, told_later: bool) -> Non
     make = partial(Module, net=Varied)
     results = two(train_told, told_later, make, {"route": route}, max_steps=24)
     assert furthest(results[0], results[1]) == 0 and furthest(train_plain(make, max_steps=24), results[0]) <= 1e-5
-
-
-def train_told(later: bool, *args: Any, **options: Any) -> dict[str, Any]:
-    """Train with hosts that run ahead; `later`: as if kernels left out by themselves what is not finite."""
-    plain = ShardedUpdater._takes_all_or_nothing
-    if later:
-        ShardedUpdater._takes_all_or_nothing = lambda *_: False  # type: ignore[method-assign]
-    try:
-        return train(*args, ahead=True, **options)
-    finally:
-        ShardedUpdater._takes_all_or_nothing = plain  # type: ignore[method-assign]
 
 
 class TurnsLater(Attention):
