@@ -139,3 +139,20 @@ def test_more_than_two_to_the_31_elements() -> None:
     ones = torch.ones(1, rows, dtype=BF16, device="cuda"), torch.ones(1, columns, dtype=BF16, device="cuda")
     hopper.apply_factors(update, *ones, CONFIG)
     assert (update.weight == torch.tensor(-0.01, dtype=BF16, device="cuda")).all()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
+def test_programs_that_take_turns_do_the_same(rule) -> None:
+    torch.manual_seed(9)
+    update = make_update(rule, (4096, 4480), "cuda", BF16)
+    crowded = twin(update, None)
+    crowded.crowded = True
+    dy, x = factors(200, 4096, 4480, BF16)
+    calls = [hopper.call(each, dy, x, CONFIG) for each in (update, crowded)]
+    assert calls[1].programs == 2 * calls[0].programs
+    for call in calls:
+        call.run()
+    assert torch.equal(update.weight, crowded.weight)
+    for storage in update.storage:
+        for entry in storage.entries():
+            assert torch.equal(update.state[entry], crowded.state[entry])
