@@ -20,6 +20,9 @@ from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.layer import SparseLayer
 from lightning_memopt.sparsity.state import MASK
 
+# Gradients of up to so many elements wait to be used together, the smallest ones, as long as together they have no more
+# than the least budget or this share of all elements. On so few, a launch is bound by the host.
+SMALL, LEAST_BUDGET, SHARE = 1 << 16, 1 << 18, 1 / 256
 # Options that decide neither which moments there are nor how they are stored.
 _FREE_OPTIONS = ("params", "lr")
 
@@ -103,15 +106,26 @@ class SlotKeeper:
         """Take in the optimizer's trainable parameters, also those added or unfrozen since the last step."""
         rule = rule_for(optimizer)
         known = self._known.pop(optimizer, [])
-        groups = []
+        groups, new = [], False
         for i, group in enumerate(optimizer.param_groups):
             rule.check(group)
             if i >= len(known) or not known[i].is_still(group):
                 self._adopt_group(optimizer, group, rule)
+                new = True
                 groups.append(_KnownGroup.of(group, [p for p in group["params"] if p not in self.slots]))
             else:
                 groups.append(known[i])
         self._known[optimizer] = groups
+        if new:
+            self._choose_small()
+
+    def _choose_small(self) -> None:
+        """Choose the parameters whose gradients wait to be used together."""
+        sizes = {slot: slot.param.numel() for slot in self.slots.values()}
+        budget = max(LEAST_BUDGET, sum(sizes.values()) * SHARE)
+        for slot, size in sorted(sizes.items(), key=lambda item: item[1]):
+            slot.small = slot.entire and size <= min(SMALL, budget)
+            budget -= size if slot.small else 0
 
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         tile = rule.tile(group)
@@ -143,6 +157,7 @@ class SlotKeeper:
         self.slots[param] = slot
         setattr(slot.leaf, SLOT, slot)
         slot.sparse = self.sparsity(slot)
+        slot.entire = slot.leaf is param and slot.sparse is None
         self._fill_state(slot)
 
     def _new_slot(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.rounding import parameter_key, step_key
+from lightning_memopt.kernels.rounding import name_hashes, parameter_keys, step_key
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -31,52 +31,55 @@ class StepScalars:
         self.keys: Tensor | None = None
         self.nonfinite: Tensor | None = None
         self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # one of each for every parameter
+        self._names: list[str] = []
+        self._hashes = name_hashes([])
 
     def fill(self, slots: Sequence[Slot], seed: int, step: int, clip: float | None) -> None:
         """Compute every slot's scalars for the update about to be taken and start their copy to the device.
 
         Parameters of one group with equal step counts share their scalars, so the arithmetic is done a few times only.
         """
-        cache: dict[tuple[object, ...], Mapping[str, float]] = {}
-        shared = step_key(seed, step)
-        for slot in slots:
-            sparse, state = getattr(slot, "sparse", None), slot.state
+        names = [slot.name for slot in slots]
+        if names != self._names:
+            self._names, self._hashes = names, name_hashes(names)
+        keys = parameter_keys(step_key(seed, step), self._hashes)
+        # Few parameters have scalars of their own: their number in `distinct`, by what they follow from.
+        numbers: dict[tuple[object, ...], int] = {}
+        distinct: list[Mapping[str, float]] = []
+        which = []
+        states = [slot.state for slot in slots]
+        follow = slots[0].rule.cache_keys(states) if slots else []
+        for slot, state, rule_key, rounding_key in zip(slots, states, follow, keys.tolist(), strict=True):
+            slot.key = rounding_key
+            sparse = getattr(slot, "sparse", None)
             group = slot.group if sparse is None else sparse.scaled(slot.group)
-            key = (id(slot.group), group["lr"], slot.mean, *slot.rule.cache_key(state))
-            scalars = cache.get(key)
-            if scalars is None:
+            key = (id(slot.group), group["lr"], slot.mean, rule_key)
+            number = numbers.setdefault(key, len(distinct))
+            if number == len(distinct):
                 scale = -slot.mean if slot.group.get("maximize") else slot.mean
                 common = {"scale": scale, "clip": float("inf") if clip is None else clip}
-                common |= slot.rule.common_scalars(group)
-                scalars = cache[key] = common | slot.rule.scalars(group, state)
-            slot.scalars = scalars
-            slot.key = parameter_key(shared, slot.name)
+                distinct.append(common | slot.rule.common_scalars(group) | slot.rule.scalars(group, state))
+            slot.scalars = distinct[number]
+            which.append(number)
         if self.device.type == "cuda" and slots:
-            self._upload(slots)
+            self._upload(slots, distinct, which, keys)
 
-    def _upload(self, slots: Sequence[Slot]) -> None:
+    def _upload(
+        self, slots: Sequence[Slot], distinct: Sequence[Mapping[str, float]], which: Sequence[int], keys: Tensor
+    ) -> None:
         if self.table is None or len(self.table) < len(slots):
             self.table = torch.zeros(len(slots), ROW, dtype=torch.float32, device=self.device)
             self.keys = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
             self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
             self._places = list(zip(self.table.unbind(), self.keys.unbind(), self.nonfinite.unbind(), strict=True))
         assert self.keys is not None and self.nonfinite is not None
-        # Few parameters have scalars of their own.
-        numbers: dict[int, int] = {}
-        distinct: list[list[float]] = []
-        which, keys = [], []
         for slot, (row, row_key, nonfinite) in zip(slots, self._places, strict=False):
             slot.row, slot.row_key, slot.nonfinite = row, row_key, nonfinite
-            number = numbers.setdefault(id(slot.scalars), len(distinct))
-            if number == len(distinct):
-                values = list(slot.scalars.values())
-                distinct.append(values + [0.0] * (ROW - len(values)))
-            which.append(number)
-            keys.append(slot.key - (1 << 32) if slot.key >> 31 else slot.key)  # the same 32 bits as a signed number
+        rows = torch.tensor([[*scalars.values(), *[0.0] * (ROW - len(scalars))] for scalars in distinct])
         # Pinned memory comes from torch's caching allocator, which waits for the copy before it is used again.
-        rows = torch.tensor(distinct, dtype=torch.float32)[torch.tensor(which)]
-        self.table[: len(rows)].copy_(rows.pin_memory(), non_blocking=True)
-        self.keys[: len(keys)].copy_(torch.tensor(keys, dtype=torch.int32).pin_memory(), non_blocking=True)
+        self.table[: len(slots)].copy_(rows[torch.tensor(which)].pin_memory(), non_blocking=True)
+        # The same 32 bits as a signed number.
+        self.keys[: len(slots)].copy_(keys.to(torch.int32).pin_memory(), non_blocking=True)
         self.nonfinite.zero_()
 
     def scale(self, coefficient: Tensor) -> None:

@@ -22,6 +22,7 @@ from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
+    from lightning_memopt.backward.standing import Standing
     from lightning_memopt.backward.updater import Updater
     from lightning_memopt.sparsity.layer import SparseLayer
 
@@ -43,10 +44,13 @@ class Slot:
         buffer: float32 (float64) sum of folded factors, shape of the weight.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
+        entire: The weight is dense and not a shard.
+        small: A gradient that autograd stores waits for those of other small parameters, to be used with them.
         mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
         offset: Index of `weight`'s first element in the whole parameter.
         sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
         storage: How the moments lie in the state of a weight of that dtype, once asked for (`Updater.storage`).
+        standing: The update of the last step, which may serve again.
         scalars, key, row, row_key, nonfinite, memory: See `lightning_memopt.kernels.Update`.
     """
 
@@ -67,6 +71,8 @@ class Slot:
     grad: Tensor | None = None
     ready: bool = False
     updated: bool = False
+    entire: bool = False
+    small: bool = False
     sparse: SparseLayer | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
     key: int = 0
@@ -77,6 +83,7 @@ class Slot:
     offset: int = 0
     storage: tuple[torch.dtype, tuple[Storage, ...]] | None = None
     memory: Memory = field(default_factory=Memory)
+    standing: Standing | None = None
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -113,6 +120,11 @@ class Slot:
         if self.factors or self.lookups or self.buffer is not None or self.grad is not None:
             return True
         return self.param.grad is not None or (self.sparse is not None and self.sparse.buffer is not None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing can wait of a `entire` weight's gradient but what autograd stored."""
+        return self.entire and not self.factors and not self.lookups and self.buffer is None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A slot belongs to a run: a pickled parameter leaves it behind."""
@@ -172,6 +184,22 @@ class Slot:
         if self.param.grad is not None:
             grad, self.param.grad = self.param.grad, None
             self.grad = grad if self.grad is None else self.grad.add_(grad)
+
+    def take_gradient(self) -> Tensor | None:
+        """What waits of a gradient that is `plain`; nothing does afterwards.
+
+        Raises:
+            UpdateError: It is sparse.
+        """
+        grad = self.param.grad
+        if grad is None or self.grad is not None:
+            self.hold_gradient()
+            grad, self.grad = self.grad, None
+        else:
+            self.param.grad = None
+        if grad is not None and grad.layout != torch.strided:
+            raise UpdateError(f"{self.name} has a sparse gradient; build its layer with sparse=False.")
+        return grad
 
     def collect(self) -> tuple[list[Factors], Tensor | None]:
         """Everything that waits: factors, and the sum of the stored parts or None. The slot is empty afterwards.
@@ -235,7 +263,9 @@ class Slot:
 
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
-        self.factors, self.versions, self.lookups, self.buffer, self.grad = [], [], [], None, None
+        if self.factors or self.lookups:
+            self.factors, self.versions, self.lookups = [], [], []
+        self.buffer = self.grad = None
         if self.sparse is not None:
             self.sparse.buffer = self.sparse.stored = None
 

@@ -37,9 +37,20 @@ from lightning_memopt.backward.keeper import SlotKeeper, by_device
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot, count_updates
+from lightning_memopt.backward.standing import Standing
 from lightning_memopt.errors import UpdateError
-from lightning_memopt.kernels import Factors, Kernel, Rounding, Update, apply_embedding, apply_factors, apply_gradient
+from lightning_memopt.kernels import (
+    Factors,
+    Kernel,
+    Rounding,
+    Update,
+    apply_embedding,
+    apply_factors,
+    apply_gradient,
+    apply_gradients,
+)
 from lightning_memopt.kernels.active import Ages
+from lightning_memopt.kernels.batches import Batches
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.sparsity.layer import SparseLayer
 
@@ -84,6 +95,8 @@ class Updater(SlotKeeper):
         self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
         self._taken: list[Slot] = []
+        self._batches = Batches()
+        self._together: Standing | None = None
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
@@ -94,6 +107,8 @@ class Updater(SlotKeeper):
         """As `SlotKeeper.detach`; flags that have not arrived are forgotten."""
         super().detach()
         self.reports.clear()
+        self._batches.clear()
+        self._together = None
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
@@ -121,7 +136,7 @@ class Updater(SlotKeeper):
         for slot in mine:
             if not slot.state and slot.sparse is None:  # cleared, to start the moments anew
                 self._fill_state(slot)
-            slot.rule.settle_counters(slot.state)
+        rule_for(optimizer).settle_all([slot.state for slot in mine])
         self._note_storages()
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
@@ -223,17 +238,18 @@ class Updater(SlotKeeper):
         slot.ready = True
         if self.queueing:
             self._fold(slot)
-            return
-        if self._deferred:
+        elif self._deferred:
             slot.hold_gradient()
             self._fold(slot)
-            return
-        if engine.current_pass() != self._task:
+        elif engine.current_pass() != self._task:
             self._reentrant = True
             if slot.uses == len(slot.factors) + len(slot.lookups) == 1 and slot.param.grad is None:
                 self._update(slot)
         elif not self._reentrant:
-            self._update(slot)
+            if not slot.plain:
+                self._update(slot)
+            elif not slot.small:
+                self._update_stored(slot)
 
     def _fold(self, slot: Slot) -> None:
         if slot.fold() and not self._said_fold:
@@ -259,8 +275,9 @@ class Updater(SlotKeeper):
             return
         if clip is not None:
             self._set_clip(clip)
-        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending]
         coefficient = None
+        clips = self._clip.norm is not None
+        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending] if clips else []
         if self._clip.norm is not None and waiting:
             self.norms = self._norms(waiting)
             if not self._finite_norm(self.norms, len(waiting)):
@@ -301,12 +318,42 @@ class Updater(SlotKeeper):
     @torch.no_grad()
     def _update_pending(self, coefficient: Tensor | None = None, ready: bool = False) -> None:
         """Update what waits; at the end of a pass only what it reached, as another pass may reach the rest."""
-        if self._stepping is not None:
-            for slot in self._slots_of(self._stepping):
-                if slot.pending and (slot.ready or not ready):
+        if self._stepping is None:
+            return
+        small = []
+        for slot in self._slots_of(self._stepping):
+            if slot.pending and (slot.ready or not ready):
+                if slot.small and slot.plain:
+                    small.append(slot)
+                else:
                     self._update(slot, coefficient)
+        if len(small) > 1:
+            self._update_together(small, coefficient)
+        elif small:
+            self._update(small[0], coefficient)
+
+    def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None) -> None:
+        """Update parameters whose gradients autograd stored."""
+        grads = [grad for slot in slots if (grad := slot.take_gradient()) is not None]
+        for slot in slots:
+            self._open(slot)
+        together = self._together
+        updates = together.updates(coefficient) if together is not None and together.slots == slots else None
+        if updates is None:
+            updates = [self._build(slot, coefficient) for slot in slots]
+            self._together = Standing(slots, updates)
+        taken = apply_gradients(updates, grads, self.kernel, self._batches)
+        if slots[0].param.is_cuda:
+            torch.autograd.graph.increment_version([slot.param for slot in slots])
+        self._taken += [slot for slot, finite in zip(slots, taken, strict=True) if finite]
+        for slot, finite in zip(slots, taken, strict=True):
+            if not finite:
+                self.reports.report(slot.name, self._step)
 
     def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
+        if slot.plain:
+            self._update_stored(slot, coefficient)
+            return
         slot.hold_gradient()
         lookup = slot.only_lookup()
         if lookup is not None:
@@ -325,6 +372,12 @@ class Updater(SlotKeeper):
         finite = self._sound(slot, factors, grad) and self._apply(update, factors, grad)
         self._settle(slot, finite)
 
+    def _update_stored(self, slot: Slot, coefficient: Tensor | None = None) -> None:
+        """`_update` where autograd stored all of the gradient of an entire weight."""
+        grad = slot.take_gradient()
+        if grad is not None:
+            self._settle(slot, apply_gradient(self._begin(slot, coefficient), grad, self.kernel))
+
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if factors or grad is None or update.active is not None:
             return apply_factors(update, factors, grad, self.kernel)
@@ -332,6 +385,10 @@ class Updater(SlotKeeper):
 
     def _begin(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The one update of the slot's parameter in this step."""
+        self._open(slot)
+        return self._as_update(slot, coefficient)
+
+    def _open(self, slot: Slot) -> None:
         if slot.updated:
             raise UpdateError(
                 f"{slot.name} received another gradient after its update in step {self._step}. "
@@ -343,10 +400,18 @@ class Updater(SlotKeeper):
                 )
             )
         slot.updated = True
-        return self._as_update(slot, coefficient)
 
     def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The step's update of the slot's parameter, as kernels take it."""
+        standing = slot.standing
+        updates = None if standing is None else standing.updates(coefficient)
+        if updates is not None:
+            return updates[0]
+        update = self._build(slot, coefficient)
+        slot.standing = Standing([slot], [update]) if slot.entire else None
+        return update
+
+    def _build(self, slot: Slot, coefficient: Tensor | None) -> Update:
         return Update(
             name=slot.name,
             weight=slot.weight,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import reference, sparse
+from lightning_memopt.kernels.batches import Batches
 from lightning_memopt.kernels.memory import factors_key, gradient_key
 from lightning_memopt.kernels.slabs import Factors, finite, slab_rows, slabs
 from lightning_memopt.kernels.sparse import has_triton
@@ -43,6 +44,29 @@ def apply_gradient(update: Update, grad: Tensor, kernel: Kernel) -> bool:
         gpu.apply_gradient(update, grad, kernel)
         return True
     return reference.apply_gradient(update, grad)
+
+
+def apply_gradients(
+    updates: Sequence[Update], grads: Sequence[Tensor], kernel: Kernel, batches: Batches
+) -> Sequence[bool]:
+    """Take one step on each of many stored gradients, in as few launches as there are kinds of them.
+
+    Args:
+        updates: Of weights that are not sparse.
+        grads: The gradient of each.
+        kernel: As for one.
+        batches: What is remembered of sets of updates that came before.
+
+    Returns:
+        For each update, what `apply_gradient` returns for it, which also leaves the same bits.
+    """
+    taken: Set[int] = frozenset()
+    if in_triton(updates[0], kernel):
+        from lightning_memopt.kernels import gpu
+
+        taken = gpu.apply_batches(updates, grads, kernel, batches)
+    pairs = zip(updates, grads, strict=True)
+    return [i in taken or apply_gradient(update, grad, kernel) for i, (update, grad) in enumerate(pairs)]
 
 
 def check_kernel(kernel: Kernel, device: torch.device) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_memopt.kernels import blocks
+from lightning_memopt.kernels import blocks, launch
 from lightning_memopt.kernels.embedding import Segments
+from lightning_memopt.kernels.launch import Call
+from lightning_memopt.kernels.memory import gradient_key
 from lightning_memopt.kernels.update import Update
 
 # Weights of a tile, and tokens that a row sums at once. Most rows have few tokens or none.
@@ -60,26 +63,31 @@ def apply_embedding(update: Update, tokens: Segments, dy: Tensor, padding_idx: i
         dy: [tokens, dim], bf16, fp16 or float32, any strides.
         padding_idx: Row that receives no gradient.
     """
-    rows, columns = update.weight.shape
-    if not rows * columns:
+    if not update.weight.numel():
         return
-    call = blocks.arguments(update)
+    memory, operands = update.memory, (tokens.order, tokens.bounds, dy)
+    key = ("look-up", padding_idx, dy.stride(), *(gradient_key(operand, "") for operand in operands))
+    repeat = None if memory is None else memory.recall(update, key)
+    if repeat is not None and repeat(*operands):
+        return
+    given = blocks.arguments(update)
+    launched = call(update, operands, padding_idx, given)
+    compiled = launched.run()
+    given.write_back()
+    if memory is not None and not given.copies and not torch.cuda.is_current_stream_capturing():
+        repeat = launch.prepare(launched, compiled)
+        if repeat is not None:
+            memory.keep(key, repeat)
+
+
+def call(
+    update: Update, operands: tuple[Tensor, Tensor, Tensor], padding_idx: int | None, given: blocks.Arguments
+) -> Call:
+    """The launch of one step on order, bounds and dY, with the arguments that `blocks` gives."""
+    rows, columns = update.weight.shape
     width = blocks.width(update)
     height = WEIGHTS // width
-    embedding_update[(triton.cdiv(rows, height) * triton.cdiv(columns, width),)](
-        tokens.order,
-        tokens.bounds,
-        dy,
-        *call.tensors,
-        rows,
-        columns,
-        -1 if padding_idx is None else padding_idx,
-        call.offset,
-        *dy.stride(),
-        **call.constants,
-        ROWS=height,
-        TOKENS=TOKENS,
-        WIDTH=width,
-        num_warps=4,
-    )
-    call.write_back()
+    padding = -1 if padding_idx is None else padding_idx
+    arguments = (*operands, *given.tensors, rows, columns, padding, given.offset, *operands[2].stride())
+    constants = given.constants | {"ROWS": height, "TOKENS": TOKENS, "WIDTH": width, "num_warps": 4}
+    return Call(embedding_update, triton.cdiv(rows, height) * triton.cdiv(columns, width), arguments, constants, 3)

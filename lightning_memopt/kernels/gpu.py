@@ -7,16 +7,20 @@ moves, and a CUDA graph can capture it. A non-finite gradient element leaves its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels import blocks, flat, fused_hopper, fused_triton, launch, tuning
+from lightning_memopt.kernels import blocks, flat, flat_batch, fused_hopper, fused_triton, launch, tuning
+from lightning_memopt.kernels.batches import Batches, Together
 from lightning_memopt.kernels.memory import Repeat, factors_key, gradient_key
 from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, equal_rows, join, matmul, slabs
 from lightning_memopt.kernels.update import Update
+
+# A gradient that is formed in more parts than this is large enough for their launches not to matter.
+MOST_SLABS = 16
 
 
 def supports(update: Update) -> bool:
@@ -33,6 +37,27 @@ def apply_gradient(update: Update, grad: Tensor, kernel: str) -> None:
     repeat = _flat(update, grad)
     if repeat is not None:
         memory.keep(gradient_key(grad, kernel), repeat)
+
+
+def apply_batches(updates: Sequence[Update], grads: Sequence[Tensor], kernel: str, batches: Batches) -> Set[int]:
+    """Take those of many steps on stored gradients that go together; returns which, by their numbers."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    together = batches.recall(updates, grads, kernel, capturing, partial(_together, updates, grads))
+    if together is None:
+        return frozenset()
+    for numbers, batch in together.batches:
+        batch.step([grads[i] for i in numbers])
+    return together.taken
+
+
+def _together(updates: Sequence[Update], grads: Sequence[Tensor]) -> Together:
+    kinds: dict[Hashable, list[int]] = {}
+    for i, (update, grad) in enumerate(zip(updates, grads, strict=True)):
+        if supports(update):
+            kinds.setdefault(flat_batch.kind(update, grad), []).append(i)
+    several = [numbers for kind, numbers in kinds.items() if kind is not None and len(numbers) > 1]
+    batches = [(of, flat_batch.Batch([updates[i] for i in of], [grads[i] for i in of])) for of in several]
+    return Together(batches, frozenset(i for numbers in several for i in numbers))
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> None:
@@ -125,8 +150,26 @@ def two_pass(update: Update, factors: Sequence[Factors], grad: Tensor | None) ->
     """Form dW in float32, a slab of rows at a time, each consumed by the flat kernel before the next is formed."""
     rows, columns = update.weight.shape
     height = equal_rows(rows, columns, GPU_SLAB_ELEMENTS)
+    remembers = update.memory is not None and rows <= MOST_SLABS * height
     for start, stop, slab in slabs(factors, grad, torch.float32, height):
-        flat.apply_gradient(update.rows(start, stop), slab)
+        if not (remembers and _repeat_slab(update, start, stop, slab)):
+            flat.apply_gradient(update.rows(start, stop), slab)
+
+
+def _repeat_slab(update: Update, start: int, stop: int, slab: Tensor) -> bool:
+    """Take one step on some rows by a launch that is remembered from now on; False, with nothing done, if none is."""
+    memory = update.memory
+    assert memory is not None
+    key = (start, stop, gradient_key(slab, "slab"))
+    repeat = memory.recall(update, key)
+    if repeat is not None and repeat(slab):
+        return True
+    if not slab.is_contiguous() or torch.cuda.is_current_stream_capturing():
+        return False
+    repeat = _flat(update.rows(start, stop), slab)
+    if repeat is not None:
+        memory.keep(key, repeat)
+    return True
 
 
 def for_tma(dy: Tensor, x: Tensor) -> Factors:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -73,6 +74,8 @@ class Prepared:
     def __init__(self, call: Call, kernel: Any) -> None:
         active = triton.runtime.driver.active
         self._current_device, self._current_stream = active.get_current_device, active.get_current_stream
+        if self._current_device is torch.cuda.current_device:
+            self._current_device = torch._C._cuda_getDevice  # without asking whether CUDA is there
         self._device = self._current_device()
         self._launch, taken = _take_down(call, kernel, self._current_stream(self._device))
         self._listed = isinstance(taken[-1], list)

@@ -32,11 +32,12 @@ class Memory:
 
     def recall(self, update: Update, key: Hashable) -> Repeat | None:
         """The launch kept under `key`, if nothing that it depends on has changed since; else all are forgotten."""
-        known, held = facts(update)
-        if known != self._facts:
-            self._facts, self._held = known, held
-            self._launches.clear()
-            return None
+        if not update.standing:
+            known, held = facts(update)
+            if known != self._facts:
+                self._facts, self._held = known, held
+                self._launches.clear()
+                return None
         return self._launches.get(key)
 
     def keep(self, key: Hashable, launch: Repeat) -> None:

@@ -13,6 +13,7 @@ of one neighbour and the moment of the other share their bits.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def _mix(x: int) -> int:
 
 def rounding_key(seed: int, step: int, name: str) -> int:
     """32-bit key of one parameter's rounding at one step."""
-    return parameter_key(step_key(seed, step), name)
+    return _mix(step_key(seed, step) ^ zlib.crc32(name.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
@@ -38,9 +39,18 @@ def step_key(seed: int, step: int) -> int:
     return _mix((seed * GOLDEN + step) & _MASK)
 
 
-def parameter_key(step_key: int, name: str) -> int:
-    """`rounding_key`, given the part that all parameters share."""
-    return _mix(step_key ^ zlib.crc32(name.encode()))
+def parameter_keys(step_key: int, names: Tensor) -> Tensor:
+    """`rounding_key` of many parameters, int64, from the `step_key` and the `name_hashes` of their names."""
+    # int64 products wrap, which leaves the low 32 bits right: all that is kept.
+    x = names ^ step_key
+    x = ((x ^ (x >> 16)) * MUL1) & _MASK
+    x = ((x ^ (x >> 15)) * MUL2) & _MASK
+    return x ^ (x >> 16)
+
+
+def name_hashes(names: Sequence[str]) -> Tensor:
+    """What `rounding_key` depends on of each name, int64."""
+    return torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64)
 
 
 def bits(key: int, index: Tensor) -> Tensor:

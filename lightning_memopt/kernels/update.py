@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class Update:
         active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
         memory: Where kernels keep what they need not find out again, or None. Not for parts of the weight.
         crowded: Collectives may take some of the device's multiprocessors meanwhile.
+        standing: Nothing but `scalars`, `key` and `coefficient` has changed since this object was last handed in, and
+            of the scalars not whether there is coupled decay; whoever says so saves `memory` the comparison.
         entries: Set where `weight` holds the gathered active elements of a sparse one, [1, count].
     """
 
@@ -62,6 +64,7 @@ class Update:
     entries: Entries | None = None
     memory: Memory | None = None
     crowded: bool = False
+    standing: bool = field(default=False, init=False)
 
     def rows(self, start: int, stop: int) -> Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""

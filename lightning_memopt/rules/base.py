@@ -108,6 +108,19 @@ class Rule:
             if count.dtype != torch.float32 or not count.is_cpu:
                 state[key] = count.to("cpu", torch.float32)
 
+    def settle_all(self, states: Sequence[State]) -> None:
+        """`settle_counters` of many parameters, whose step counts become views of one tensor.
+
+        Reading them all and counting a step of each then take one operation. A state that someone else gave a count of
+        its own is found by the next call.
+        """
+        for state in states:
+            self.settle_counters(state)
+        if "step" in self.counts and _base_of(states) is None and states:
+            together = torch.stack([state["step"] for state in states])
+            for i, state in enumerate(states):
+                state["step"] = together[i]
+
     def counters(self, state: State) -> State:
         """Copies of the entries that count steps."""
         return {key: state[key].clone() for key in self.counts}
@@ -124,6 +137,13 @@ class Rule:
         """What `scalars` reads from the state: parameters of one group with equal keys share their scalars."""
         return tuple([state[key].item() for key in self.counts])
 
+    def cache_keys(self, states: Sequence[State]) -> list[tuple[float, ...]]:
+        """`cache_key` of each state."""
+        base = _base_of(states) if tuple(self.counts) == ("step",) else None
+        if base is None:
+            return [Rule.cache_key(self, state) for state in states]
+        return [(step,) for step in base.tolist()]
+
     def advance(self, group: Group, state: State) -> None:
         """Count one update that was taken."""
         if "step" in self.counts:
@@ -132,7 +152,11 @@ class Rule:
     def advance_all(self, taken: Sequence[tuple[Group, State]]) -> None:
         """`advance` for many parameters, each with its group: one call into torch in place of one each."""
         if "step" in self.counts and taken:
-            torch._foreach_add_([state["step"] for _, state in taken], 1)
+            base = _base_of([state for _, state in taken])
+            if base is not None:
+                base.add_(1)
+            else:
+                torch._foreach_add_([state["step"] for _, state in taken], 1)
 
     def update(self, w: Tensor, g: Tensor, g2: Tensor, moments: Sequence[Tensor], s: Mapping[str, float]) -> None:
         """Take one step in place on `w` and `moments`: the reference every kernel is tested against.
@@ -156,3 +180,11 @@ class Rule:
     def decouples(self, group: Group) -> bool:
         """Whether this group's weight decay is decoupled (``decoupled_weight_decay`` of newer torch classes)."""
         return bool(group.get("decoupled_weight_decay", self.decoupled))
+
+
+def _base_of(states: Sequence[State]) -> Tensor | None:
+    """The tensor of which the step counts of these states are the elements, if there is one."""
+    base: Tensor | None = states[0]["step"]._base if states else None
+    if base is None or base.dim() != 1 or len(base) != len(states):
+        return None
+    return base if all(state["step"]._base is base for state in states) else None

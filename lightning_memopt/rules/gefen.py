@@ -20,7 +20,7 @@ The update uses m before it is encoded. Codebook and block length are learned be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,6 +266,11 @@ class GefenRule(AdamWRule):
     def cache_key(self, state: State) -> tuple[float, ...]:
         """Step and bend."""
         return (*super().cache_key(state), _bend(state))
+
+    def cache_keys(self, states: Sequence[State]) -> list[tuple[float, ...]]:
+        """Step and bend of each."""
+        steps = super().cache_keys(states)
+        return [(*key, _bend(state)) for key, state in zip(steps, states, strict=True)]
 
 
 def _bend(state: State) -> float:
