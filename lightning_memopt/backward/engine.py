@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
@@ -10,6 +12,11 @@ from torch.autograd.graph import Node
 def current_pass() -> int:
     """Number of the backward pass that runs in this thread; nested ones have their own. -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def at_the_end(function: Callable[[], None]) -> None:
+    """Call `function` at the end of the backward pass that runs in this thread, before ``backward`` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def will_run(node: Node) -> bool:

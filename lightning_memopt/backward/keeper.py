@@ -125,7 +125,18 @@ class SlotKeeper:
         budget = max(LEAST_BUDGET, sum(sizes.values()) * SHARE)
         for slot, size in sorted(sizes.items(), key=lambda item: item[1]):
             slot.small = slot.entire and size <= min(SMALL, budget)
-            budget -= size if slot.small else 0
+            if slot.small:
+                budget -= size
+            else:
+                self.watch(slot)
+
+    def watch(self, slot: Slot) -> None:
+        """See to it that the engine tells when it has run the parameter's AccumulateGrad node.
+
+        It takes its time to. What autograd stores of a small parameter's gradient is found without at the end.
+        """
+        if slot.handle is None:
+            slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))
 
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         tile = rule.tile(group)
@@ -153,7 +164,6 @@ class SlotKeeper:
                 "weights. Use precision='32-true', 'bf16-true' or 'bf16-mixed', or on one device '64-true'."
             )
         slot = self._new_slot(name, param, optimizer, group, rule)
-        slot.handle = slot.node.register_hook(lambda *_: self._ready(slot))
         self.slots[param] = slot
         setattr(slot.leaf, SLOT, slot)
         slot.sparse = self.sparsity(slot)
@@ -201,7 +211,8 @@ class SlotKeeper:
         return facts
 
     def _note_storages(self) -> None:
-        addresses = [slot.address for slot in self.slots.values()]
+        slots = self.slots.values()
+        addresses = [slot.param.data_ptr() if slot.entire else slot.address for slot in slots]
         if addresses != self._addresses:
             self._addresses = addresses
             self._written = {slot.weight.untyped_storage().data_ptr() for slot in self.slots.values()}

@@ -29,6 +29,7 @@ class NonFiniteReports:
     def __init__(self, mode: NonFinite, together: bool = False) -> None:
         self.mode, self.together = mode, together
         self.skipped = 0
+        self._spare: list[tuple[Tensor | None, torch.cuda.Event]] = []
         self._flags: deque[tuple[int, Sequence[str], Tensor, torch.cuda.Event]] = deque()
 
     def report(self, name: str, step: int, count: int = 1) -> None:
@@ -46,9 +47,10 @@ class NonFiniteReports:
 
     def watch(self, step: int, names: Sequence[str], flags: Tensor) -> None:
         """Start copying the device's `flags` (int32, one for each name) to the host."""
-        host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        host, event = self._spare.pop() if self._spare else (None, torch.cuda.Event())
+        if host is None or host.shape != flags.shape:
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
         host.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(flags.device))
         self._flags.append((step, names, host, event))
 
@@ -57,7 +59,9 @@ class NonFiniteReports:
         while self._flags and (wait or self._due()):
             step, names, host, event = self._flags.popleft()
             event.synchronize()
-            for name, flag in zip(names, host.tolist(), strict=True):
+            told = host.tolist()
+            self._spare.append((host, event))
+            for name, flag in zip(names, told, strict=True):
                 if flag:
                     self.report(name, step)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memopt.errors import UpdateError
-from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels import Factors, Update
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
@@ -22,7 +22,6 @@ from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
-    from lightning_memopt.backward.standing import Standing
     from lightning_memopt.backward.updater import Updater
     from lightning_memopt.sparsity.layer import SparseLayer
 
@@ -50,7 +49,9 @@ class Slot:
         offset: Index of `weight`'s first element in the whole parameter.
         sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
         storage: How the moments lie in the state of a weight of that dtype, once asked for (`Updater.storage`).
-        standing: The update of the last step, which may serve again.
+        update: What the kernels are given for an `entire` weight, in the pass or step for which it was checked
+            (`Updater.standing`).
+        placed: Address of the weight for which `update` was built.
         scalars, key, row, row_key, nonfinite, memory: See `lightning_memopt.kernels.Update`.
     """
 
@@ -83,7 +84,8 @@ class Slot:
     offset: int = 0
     storage: tuple[torch.dtype, tuple[Storage, ...]] | None = None
     memory: Memory = field(default_factory=Memory)
-    standing: Standing | None = None
+    update: Update | None = None
+    placed: int = 0
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -148,6 +150,7 @@ class Slot:
         """Queue the factors of one use, dY [tokens, out] and x [tokens, in], if this pass may hand them over."""
         if not self.updater.takes(self):
             return False
+        self.updater.watch(self)
         self.factors.append((dy, x))
         self.versions.append(x._version)
         return True
@@ -156,6 +159,7 @@ class Slot:
         """Queue the gradient dY [*indices.shape, dim] of one look-up, if this pass may hand it over."""
         if not self.updater.takes(self):
             return False
+        self.updater.watch(self)
         # A copy: indices are small, and often a view of a batch that someone refills.
         self.lookups.append((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).clone(), padding_idx))
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,41 +13,54 @@ if TYPE_CHECKING:
 
 
 class Standing:
-    """The last updates of some parameters, and what they were built from.
+    """The updates of an optimizer's parameters, and what they were built from.
 
     Between steps schedules switch moments on, checkpoints replace state entries, and weights move (``param.data = …``).
-    Comparing takes a fraction of the time of building updates and of what kernels look up by them.
+    So all that an update is built from is compared at the start of every backward pass, for all parameters in one go:
+    between two of the engine's nodes, what the host looks at first has to come from memory, and takes several times as
+    long. An update becomes its slot's `Slot.update`.
 
     Args:
-        slots: Parameters that are `entire`.
-        updates: As built from these.
+        slots: The parameters, each `Slot.entire`.
+        build: Makes an update of one.
     """
 
-    def __init__(self, slots: Sequence[Slot], updates: Sequence[Update]) -> None:
-        self.slots, self._updates = list(slots), updates
-        entries = [item for update in updates for item in update.state.items()]
-        self._held = [value for _, value in entries]  # so that an id stays one object's
-        counts = slots[0].rule.counts
-        self._tensors = [value for key, value in entries if isinstance(value, Tensor) and key not in counts]
+    def __init__(self, slots: Sequence[Slot], build: Callable[[Slot], Update]) -> None:
+        self.slots, self._build = list(slots), build
+        self._known: list[Any] | None = None
+        self._held: list[Any] = []
+        self._tensors: list[Tensor] = []
+
+    def check(self) -> None:
+        """Give every slot the update of this step: the last one with new scalars, or another one."""
+        if self._known is None or self._facts() != self._known:
+            self._renew()
+            return
+        for slot in self.slots:
+            update = slot.update
+            assert update is not None
+            update.scalars, update.key, update.standing = slot.scalars, slot.key, True
+
+    def _renew(self) -> None:
+        for slot in self.slots:
+            slot.update = self._build(slot)
+            slot.placed = slot.param.data_ptr()
+        entries = [(slot, *item) for slot in self.slots for item in slot.state.items()]
+        self._held = [value for *_, value in entries]  # so that an id stays one object's
+        kept = [value for slot, key, value in entries if key not in slot.rule.counts]
+        self._tensors = [value for value in kept if isinstance(value, Tensor)]
         self._known = self._facts()
 
     def _facts(self) -> list[Any]:
-        """Lists, each over all slots: the host looks at a hundred small parameters in one go."""
-        slots = self.slots
+        slots, state_of = self.slots, self.slots[0].optimizer.state if self.slots else {}
         params = [slot.param for slot in slots]
-        states = [slot.optimizer.state[slot.param] for slot in slots]
+        states = [state_of[param] for param in params]
         return [
             [(param.data_ptr(), param.dtype, param.shape, param.stride()) for param in params],
             [id(value) for state in states for value in state.values()],
             [tensor.data_ptr() for tensor in self._tensors],
-            [(id(slot.row), id(slot.row_key), id(slot.nonfinite)) for slot in slots],
-            [(slot.tile, slot.storage, slot.scalars["l2"] != 0.0) for slot in slots],
+            [id(slot.row) for slot in slots],  # with it go key and flag
+            [slot.tile for slot in slots],
+            [slot.storage for slot in slots],
+            [slot.scalars["l2"] != 0.0 for slot in slots],
         ]
-
-    def updates(self, coefficient: Tensor | None) -> Sequence[Update] | None:
-        """The updates with the scalars of this step; None if others must be built."""
-        if self._facts() != self._known:
-            return None
-        for slot, update in zip(self.slots, self._updates, strict=True):
-            update.scalars, update.key, update.coefficient, update.standing = slot.scalars, slot.key, coefficient, True
-        return self._updates

@@ -21,7 +21,7 @@ Everything else (a pass outside all of these, ``autograd.grad``, another optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -96,7 +96,8 @@ class Updater(SlotKeeper):
         self._said_fold = False
         self._taken: list[Slot] = []
         self._batches = Batches()
-        self._together: Standing | None = None
+        self._standing: dict[Optimizer, Standing] = {}
+        self._checked = False
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
@@ -108,7 +109,7 @@ class Updater(SlotKeeper):
         super().detach()
         self.reports.clear()
         self._batches.clear()
-        self._together = None
+        self._standing.clear()
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
@@ -209,13 +210,34 @@ class Updater(SlotKeeper):
                 ) from error
             raise
         finally:
-            self.in_backward = self.queueing = False
+            self.in_backward = self.queueing = self._checked = False
             self._task = None
             if handle is not None:
                 handle.remove()
 
     def _enter(self) -> None:
+        """The engine starts on the loss."""
         self._task = engine.current_pass()
+        if self._stepping is None:
+            return
+        if not self._deferred:
+            self._check_updates()
+        small = [slot for slot in self._slots_of(self._stepping) if slot.small]
+        before = {slot: (grad, grad._version) for slot in small if (grad := slot.param.grad) is not None}
+        engine.at_the_end(lambda: self._small_ones(small, before))
+
+    @torch.no_grad()
+    def _small_ones(self, small: Sequence[Slot], before: Mapping[Slot, tuple[Tensor, int]]) -> None:
+        """The engine is through: use the gradients of small parameters, except where they are those of `before`."""
+        reached = [slot for slot in small if slot.plain and slot.param.grad is not None]
+        if self._deferred:
+            for slot in reached:
+                slot.hold_gradient()
+            return
+        for slot, (grad, version) in before.items():
+            if slot.param.grad is grad and grad._version == version and slot in reached:
+                reached.remove(slot)
+        self._update_together(reached)
 
     def takes(self, slot: Slot) -> bool:
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.
@@ -275,18 +297,20 @@ class Updater(SlotKeeper):
             return
         if clip is not None:
             self._set_clip(clip)
-        coefficient = None
-        clips = self._clip.norm is not None
-        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending] if clips else []
-        if self._clip.norm is not None and waiting:
-            self.norms = self._norms(waiting)
-            if not self._finite_norm(self.norms, len(waiting)):
-                self.drop_queue(self._stepping)
-                return
-            coefficient = self.norms.coefficient(self._clip.norm)
-            for device, scalars in self._scalars.items():
-                scalars.scale(coefficient.to(device))
-        self._update_pending(coefficient)
+        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending]
+        if waiting:
+            coefficient = None
+            if self._clip.norm is not None:
+                self.norms = self._norms(waiting)
+                if not self._finite_norm(self.norms, len(waiting)):
+                    self.drop_queue(self._stepping)
+                    return
+                coefficient = self.norms.coefficient(self._clip.norm)
+                for device, scalars in self._scalars.items():
+                    scalars.scale(coefficient.to(device))
+            self._check_updates()
+            self._update_pending(coefficient)
+            self._checked = False
         self._count()
 
     def _count(self) -> None:
@@ -320,28 +344,19 @@ class Updater(SlotKeeper):
         """Update what waits; at the end of a pass only what it reached, as another pass may reach the rest."""
         if self._stepping is None:
             return
-        small = []
-        for slot in self._slots_of(self._stepping):
-            if slot.pending and (slot.ready or not ready):
-                if slot.small and slot.plain:
-                    small.append(slot)
-                else:
-                    self._update(slot, coefficient)
-        if len(small) > 1:
-            self._update_together(small, coefficient)
-        elif small:
-            self._update(small[0], coefficient)
+        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending and (slot.ready or not ready)]
+        together = [slot for slot in waiting if slot.small and slot.plain]
+        for slot in waiting:
+            if slot not in together:
+                self._update(slot, coefficient)
+        self._update_together(together, coefficient)
 
-    def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None) -> None:
-        """Update parameters whose gradients autograd stored."""
+    def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None = None) -> None:
+        """Update parameters that are entire and whose gradients autograd stored."""
+        if not slots:
+            return
         grads = [grad for slot in slots if (grad := slot.take_gradient()) is not None]
-        for slot in slots:
-            self._open(slot)
-        together = self._together
-        updates = together.updates(coefficient) if together is not None and together.slots == slots else None
-        if updates is None:
-            updates = [self._build(slot, coefficient) for slot in slots]
-            self._together = Standing(slots, updates)
+        updates = [self._begin(slot, coefficient) for slot in slots]
         taken = apply_gradients(updates, grads, self.kernel, self._batches)
         if slots[0].param.is_cuda:
             torch.autograd.graph.increment_version([slot.param for slot in slots])
@@ -385,10 +400,6 @@ class Updater(SlotKeeper):
 
     def _begin(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The one update of the slot's parameter in this step."""
-        self._open(slot)
-        return self._as_update(slot, coefficient)
-
-    def _open(self, slot: Slot) -> None:
         if slot.updated:
             raise UpdateError(
                 f"{slot.name} received another gradient after its update in step {self._step}. "
@@ -400,18 +411,27 @@ class Updater(SlotKeeper):
                 )
             )
         slot.updated = True
+        return self._as_update(slot, coefficient)
 
     def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The step's update of the slot's parameter, as kernels take it."""
-        standing = slot.standing
-        updates = None if standing is None else standing.updates(coefficient)
-        if updates is not None:
-            return updates[0]
-        update = self._build(slot, coefficient)
-        slot.standing = Standing([slot], [update]) if slot.entire else None
+        update = slot.update
+        if update is None or not self._checked or slot.param.data_ptr() != slot.placed:
+            return self._build(slot, coefficient)
+        update.coefficient = coefficient
         return update
 
-    def _build(self, slot: Slot, coefficient: Tensor | None) -> Update:
+    def _check_updates(self) -> None:
+        """See to it that `Slot.update` is right until other code than ours runs."""
+        assert self._stepping is not None
+        slots = [slot for slot in self._slots_of(self._stepping) if slot.entire]
+        standing = self._standing.get(self._stepping)
+        if standing is None or standing.slots != slots:
+            standing = self._standing[self._stepping] = Standing(slots, self._build)
+        standing.check()
+        self._checked = True
+
+    def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         return Update(
             name=slot.name,
             weight=slot.weight,

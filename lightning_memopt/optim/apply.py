@@ -37,6 +37,7 @@ class _Target:
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
     mean: float = 1.0
+    sparse: None = None
 
 
 def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
