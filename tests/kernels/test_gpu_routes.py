@@ -8,11 +8,12 @@ import pytest
 import torch
 from kernel_cases import BF16, F32, INTERPRETED, check, make_update, twin
 
-from lightning_memopt.kernels import apply_factors, apply_gradient, reference
+from lightning_memopt.kernels import apply_embedding, apply_factors, apply_gradient, reference
 from lightning_memopt.kernels.memory import Memory
 
 tuning = pytest.importorskip("lightning_memopt.kernels.tuning", exc_type=ImportError)
 Prepared = pytest.importorskip("lightning_memopt.kernels.launch", exc_type=ImportError).Prepared
+gpu = pytest.importorskip("lightning_memopt.kernels.gpu", exc_type=ImportError)
 HERE = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU")]
 ROUTES = ["auto", "fused", "two_pass"]
@@ -137,6 +138,28 @@ def test_repeated_flat_launches_leave_the_same_bits(monkeypatch) -> None:
             assert apply_gradient(update, whole[start : start + 1000], "auto")
         assert torch.equal(plain.weight, remembering.weight)
     assert len(count) == 4  # one ordinary launch for aligned gradients, and one for others
+
+
+def test_repeated_slabs_and_look_ups_leave_the_same_bits(monkeypatch) -> None:
+    """A table that is also a layer's weight: its look-ups are formed and added to slabs of the layer's gradient."""
+    torch.manual_seed(9)
+    monkeypatch.setattr(gpu, "GPU_SLAB_ELEMENTS", 64 * 200)
+    plain = make_update("adamw", (300, 200), "cuda", BF16)
+    remembering = replace(replace_copy(plain), memory=Memory())
+    count = []
+    launch = Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda self, *operands: count.append(1) or launch(self, *operands))
+    for step in range(4):
+        pair, stored = factors(33, 300, 200), torch.randn(300, 200, device="cuda")
+        tokens = 50 if step % 2 else 70
+        indices, dy = torch.randint(0, 300, (tokens,), device="cuda"), torch.randn(tokens, 200, device="cuda").to(BF16)
+        for update in (plain, remembering):
+            assert apply_factors(update, [pair], stored, "auto")
+            assert apply_embedding(update, indices, dy, "auto")
+        assert torch.equal(plain.weight, remembering.weight)
+        for key, value in plain.state.items():
+            assert torch.equal(value, remembering.state[key]), key
+    assert len(count) == 3 * (5 + 1)  # five slabs
 
 
 def replace_copy(update):

@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.parametrize("module", ["test_flat.py", "test_fused_triton.py", "test_embedding.py", "test_sparse.py"])
+@pytest.mark.parametrize(
+    "module", ["test_flat.py", "test_flat_batch.py", "test_fused_triton.py", "test_embedding.py", "test_sparse.py"]
+)
 def test_interpreted(module) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / module)]
