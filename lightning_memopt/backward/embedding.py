@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memopt.backward import linear
-from lightning_memopt.backward.engine import transformed
+from lightning_memopt.backward.engine import applier, transformed
 from lightning_memopt.backward.linear import SLOT
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class FusedEmbedding(torch.autograd.Function):
         return dw, None, None, None
 
 
+_apply = applier(FusedEmbedding)
+
+
 def fusable(module: nn.Embedding) -> bool:
     """Whether the layer's gradient is the plain sum, and its forward pass leaves the weight alone."""
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
@@ -53,7 +56,7 @@ def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     slot.count_use(input)
     if transformed() or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
         return nn.Embedding.forward(self, input)
-    return FusedEmbedding.apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)
+    return _apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)
 
 
 def install(root: nn.Module) -> list[nn.Module]:

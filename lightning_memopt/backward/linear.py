@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memopt.backward.engine import transformed
+from lightning_memopt.backward.engine import applier, transformed
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -63,6 +63,9 @@ class FusedLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
+_apply = applier(FusedLinear)
+
+
 def _rows(x: Tensor) -> Tensor:
     """All leading dimensions as one, also where a dimension is empty."""
     if x.dim() == 2:
@@ -83,7 +86,7 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.is_floating_point():
         input = input.to(torch.get_autocast_dtype(device))
-    return FusedLinear.apply(input, weight, self.bias, slot)
+    return _apply(input, weight, self.bias, slot)
 
 
 def install(

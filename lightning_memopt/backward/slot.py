@@ -205,6 +205,21 @@ class Slot:
             raise UpdateError(f"{self.name} has a sparse gradient; build its layer with sparse=False.")
         return grad
 
+    def take_pair(self) -> Factors | None:
+        """The factors of an `entire` weight if those of one use are all that waits; nothing does afterwards.
+
+        Raises:
+            UpdateError: As `collect`.
+        """
+        if not self.entire or len(self.factors) != 1 or self.lookups or self.buffer is not None:
+            return None
+        if self.grad is not None or self.param.grad is not None:
+            return None
+        self._check_inputs()
+        (pair,) = self.factors
+        self.factors, self.versions = [], []
+        return pair
+
     def collect(self) -> tuple[list[Factors], Tensor | None]:
         """Everything that waits: factors, and the sum of the stored parts or None. The slot is empty afterwards.
 

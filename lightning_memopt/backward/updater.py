@@ -369,6 +369,11 @@ class Updater(SlotKeeper):
         if slot.plain:
             self._update_stored(slot, coefficient)
             return
+        pair = slot.take_pair()
+        if pair is not None:
+            update = self._begin(slot, coefficient)
+            self._settle(slot, apply_factors(update, [pair], None, self.kernel))
+            return
         slot.hold_gradient()
         lookup = slot.only_lookup()
         if lookup is not None:

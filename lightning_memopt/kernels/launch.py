@@ -12,7 +12,7 @@ construction for everything taken down; for the operands it is the caller's to s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -28,6 +28,8 @@ from triton.runtime.jit import JITFunction
 # become five arguments by then: the encoded one, the shape and the strides.
 KNOWN = ((3, 6), (3, 7))
 _STREAM, _DESCRIPTOR = 3, 5
+# Descriptors that a call keeps.
+CAPACITY = 16
 _runtime = triton.knobs.runtime
 
 
@@ -89,6 +91,7 @@ class Prepared:
         if call.tokens is not None:
             before = sum(_is_descriptor(argument) for argument in call.arguments[: call.tokens])
             self._tokens = self._first + call.tokens + (_DESCRIPTOR - 1) * before
+        self._descriptors: dict[Hashable, Sequence[Any]] = {}
         self._metadata = [metadata[i] if _is_descriptor(call.arguments[i]) else None for i in range(call.operands)]
 
     def __call__(self, *operands: Tensor) -> bool:
@@ -103,8 +106,7 @@ class Prepared:
                 arguments[at] = operand.data_ptr()
                 at += 1
             else:
-                described = _Described(operand, operand.shape, operand.stride())
-                arguments[at : at + _DESCRIPTOR] = make_tensordesc_arg(described, metadata)
+                arguments[at : at + _DESCRIPTOR] = self._encoded(at, operand, metadata)
                 at += _DESCRIPTOR
         if self._tokens is not None:
             arguments[self._tokens] = operands[0].shape[0]
@@ -117,6 +119,17 @@ class Prepared:
             arguments[_STREAM] = stream
             self._launch(*arguments)
         return True
+
+    def _encoded(self, at: int, operand: Tensor, metadata: Any) -> Sequence[Any]:
+        # Torch's allocator hands out the same memory step after step, and with it go most descriptors.
+        key = at, operand.data_ptr(), operand.shape, operand.stride()
+        known = self._descriptors.get(key)
+        if known is None:
+            if len(self._descriptors) >= CAPACITY:
+                self._descriptors.clear()
+            described = _Described(operand, operand.shape, operand.stride())
+            known = self._descriptors[key] = make_tensordesc_arg(described, metadata)
+        return known
 
 
 def prepare(call: Call, kernel: Any) -> Prepared | None:
