@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.rounding import bits, round_stochastic, rounding_bits, rounding_key
+from lightning_memopt.kernels.rounding import (
+    bits,
+    name_hashes,
+    parameter_keys,
+    round_stochastic,
+    rounding_bits,
+    rounding_key,
+    step_key,
+)
 
 ALL = torch.arange(1 << 16, dtype=torch.int64)  # the low 16 bits of a float32, which bf16 drops
 
@@ -200,3 +208,10 @@ def test_definition_is_frozen() -> None:
     assert rounding_key(0, 0, "weight") == FROZEN_KEY
     assert bits(FROZEN_KEY, torch.arange(3)).tolist() == FROZEN_BITS
     assert rounding_bits(FROZEN_KEY, torch.arange(3)).tolist() == FROZEN_ROUNDING_BITS
+
+
+def test_keys_of_many_parameters_are_those_of_each() -> None:
+    names = ["a", "net.layers.3.weight", "net.layers.3.bias", ""]
+    for seed, step in [(0, 0), (7, 123_456), (2**31, 2**40)]:
+        keys = parameter_keys(step_key(seed, step), name_hashes(names))
+        assert keys.tolist() == [rounding_key(seed, step, name) for name in names]

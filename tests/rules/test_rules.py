@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -241,3 +242,41 @@ def test_lion_refuses_nonsense(arguments: dict[str, Any]) -> None:
     """Values out of range are an error at construction."""
     with pytest.raises(ValueError, match="out of range"):
         memopt.Lion([nn.Parameter(torch.zeros(1))], **arguments)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, NAdam, SGD, memopt.Gefen])
+def test_counts_of_many_parameters_are_kept_together(optimizer: type[Optimizer]) -> None:
+    """Counting all is counting each, whoever has replaced or moved some counts; a copy counts by itself."""
+    params = [nn.Parameter(torch.randn(3)) for _ in range(4)]
+    made = optimizer(params, lr=0.1)
+    rule, group = rule_for(made), made.param_groups[0]
+    states = [rule.init_state(param, group, rule.storage(param, group, torch.float32)) for param in params]
+
+    def count(numbers: list[int]) -> None:
+        rule.advance_all([(group, states[i]) for i in numbers])
+
+    def seen() -> list[dict[str, float]]:
+        keys = rule.cache_keys(states)
+        assert keys == [rule.cache_key(state) for state in states]
+        return [{key: float(state[key]) for key in rule.counts} for state in states]
+
+    expected = [{key: state[key].clone() for key in rule.counts} for state in states]
+    rule.settle_all(states)
+    count([0, 1, 2, 3])
+    count([1, 3])
+    states[2]["step"] = torch.tensor(7.0, dtype=torch.float64)  # loaded
+    copied = copy.deepcopy(states)
+    rule.settle_all(states)
+    count([0, 1, 2, 3])
+    for times, state in zip((2, 3, 2, 3), expected, strict=True):
+        for _ in range(times):
+            rule.advance(group, state)
+    if "step" in rule.counts:
+        expected[2]["step"] = torch.tensor(8.0)
+        assert [float(state["step"]) for state in copied] == [1, 2, 7, 2]
+        assert all(state["step"].dtype == torch.float32 for state in states)
+    wanted = [{key: float(value) for key, value in state.items()} for state in expected]
+    if "mu_product" not in rule.counts:  # which follows from the step
+        assert seen() == wanted
+    else:
+        assert [state["step"] for state in seen()] == [state["step"] for state in wanted]
