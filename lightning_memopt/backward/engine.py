@@ -9,10 +9,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-
-def current_pass() -> int:
-    """Number of the backward pass that runs in this thread; nested ones have their own. -1 outside."""
-    return torch._C._current_graph_task_id()
+# Number of the backward pass that runs in this thread; nested ones have their own. -1 outside.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_the_end(function: Callable[[], None]) -> None:

@@ -31,15 +31,12 @@ class Standing:
         self._held: list[Any] = []
         self._tensors: list[Tensor] = []
 
-    def check(self) -> None:
-        """Give every slot the update of this step: the last one with new scalars, or another one."""
-        if self._known is None or self._facts() != self._known:
-            self._renew()
-            return
-        for slot in self.slots:
-            update = slot.update
-            assert update is not None
-            update.scalars, update.key, update.standing = slot.scalars, slot.key, True
+    def check(self) -> bool:
+        """See to it that every slot has an update that is right but for scalars; whether all are those of before."""
+        if self._known is not None and self._facts() == self._known:
+            return True
+        self._renew()
+        return False
 
     def _renew(self) -> None:
         for slot in self.slots:

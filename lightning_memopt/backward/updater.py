@@ -97,7 +97,7 @@ class Updater(SlotKeeper):
         self._taken: list[Slot] = []
         self._batches = Batches()
         self._standing: dict[Optimizer, Standing] = {}
-        self._checked = False
+        self._checked = self._unchanged = False
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
@@ -134,10 +134,11 @@ class Updater(SlotKeeper):
         self._adopt(optimizer)
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
-        for slot in mine:
-            if not slot.state and slot.sparse is None:  # cleared, to start the moments anew
+        states = [slot.state for slot in mine]
+        for slot, state in zip(mine, states, strict=True):
+            if not state and slot.sparse is None:  # cleared, to start the moments anew
                 self._fill_state(slot)
-        rule_for(optimizer).settle_all([slot.state for slot in mine])
+        rule_for(optimizer).settle_all(states)
         self._note_storages()
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
@@ -267,11 +268,8 @@ class Updater(SlotKeeper):
             self._reentrant = True
             if slot.uses == len(slot.factors) + len(slot.lookups) == 1 and slot.param.grad is None:
                 self._update(slot)
-        elif not self._reentrant:
-            if not slot.plain:
-                self._update(slot)
-            elif not slot.small:
-                self._update_stored(slot)
+        elif not (self._reentrant or (slot.small and slot.plain)):
+            self._update(slot)
 
     def _fold(self, slot: Slot) -> None:
         if slot.fold() and not self._said_fold:
@@ -367,7 +365,9 @@ class Updater(SlotKeeper):
 
     def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
         if slot.plain:
-            self._update_stored(slot, coefficient)
+            grad = slot.take_gradient()
+            if grad is not None:
+                self._settle(slot, apply_gradient(self._begin(slot, coefficient), grad, self.kernel))
             return
         pair = slot.take_pair()
         if pair is not None:
@@ -391,12 +391,6 @@ class Updater(SlotKeeper):
         update = self._begin(slot, coefficient)
         finite = self._sound(slot, factors, grad) and self._apply(update, factors, grad)
         self._settle(slot, finite)
-
-    def _update_stored(self, slot: Slot, coefficient: Tensor | None = None) -> None:
-        """`_update` where autograd stored all of the gradient of an entire weight."""
-        grad = slot.take_gradient()
-        if grad is not None:
-            self._settle(slot, apply_gradient(self._begin(slot, coefficient), grad, self.kernel))
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if factors or grad is None or update.active is not None:
@@ -423,7 +417,8 @@ class Updater(SlotKeeper):
         update = slot.update
         if update is None or not self._checked or slot.param.data_ptr() != slot.placed:
             return self._build(slot, coefficient)
-        update.coefficient = coefficient
+        update.scalars, update.key, update.coefficient = slot.scalars, slot.key, coefficient
+        update.standing = self._unchanged
         return update
 
     def _check_updates(self) -> None:
@@ -433,7 +428,7 @@ class Updater(SlotKeeper):
         standing = self._standing.get(self._stepping)
         if standing is None or standing.slots != slots:
             standing = self._standing[self._stepping] = Standing(slots, self._build)
-        standing.check()
+        self._unchanged = standing.check()
         self._checked = True
 
     def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
