@@ -68,7 +68,7 @@ class _Slot:
     param: nn.Parameter
     folded: bool = False
 
-    def count_use(self) -> None:
+    def count_use(self, x: Tensor) -> None:
         """Uses do not matter here."""
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
