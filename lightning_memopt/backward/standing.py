@@ -31,16 +31,15 @@ class Standing:
         self._held: list[Any] = []
         self._tensors: list[Tensor] = []
 
-    def check(self) -> bool:
-        """See to it that every slot has an update that is right but for scalars; whether all are those of before."""
-        if self._known is not None and self._facts() == self._known:
-            return True
-        self._renew()
-        return False
+    def check(self) -> None:
+        """See to it that every slot has an update that is right but for the scalars of the step."""
+        if self._known is None or self._facts() != self._known:
+            self._renew()
 
     def _renew(self) -> None:
         for slot in self.slots:
             slot.update = self._build(slot)
+            slot.update.standing = True
             slot.placed = slot.param.data_ptr()
         entries = [(slot, *item) for slot in self.slots for item in slot.state.items()]
         self._held = [value for *_, value in entries]  # so that an id stays one object's
@@ -54,6 +53,7 @@ class Standing:
         states = [state_of[param] for param in params]
         return [
             [(param.data_ptr(), param.dtype, param.shape, param.stride()) for param in params],
+            [id(state) for state in states],
             [id(value) for state in states for value in state.values()],
             [tensor.data_ptr() for tensor in self._tensors],
             [id(slot.row) for slot in slots],  # with it go key and flag

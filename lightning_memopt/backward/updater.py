@@ -97,7 +97,7 @@ class Updater(SlotKeeper):
         self._taken: list[Slot] = []
         self._batches = Batches()
         self._standing: dict[Optimizer, Standing] = {}
-        self._checked = self._unchanged = False
+        self._checked = False
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
@@ -235,10 +235,10 @@ class Updater(SlotKeeper):
             for slot in reached:
                 slot.hold_gradient()
             return
-        for slot, (grad, version) in before.items():
-            if slot.param.grad is grad and grad._version == version and slot in reached:
-                reached.remove(slot)
-        self._update_together(reached)
+        same = {
+            slot for slot, (grad, version) in before.items() if slot.param.grad is grad and grad._version == version
+        }
+        self._update_together([slot for slot in reached if slot not in same])
 
     def takes(self, slot: Slot) -> bool:
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.
@@ -343,11 +343,11 @@ class Updater(SlotKeeper):
         if self._stepping is None:
             return
         waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending and (slot.ready or not ready)]
-        together = [slot for slot in waiting if slot.small and slot.plain]
+        small = {slot for slot in waiting if slot.small and slot.plain}
         for slot in waiting:
-            if slot not in together:
+            if slot not in small:
                 self._update(slot, coefficient)
-        self._update_together(together, coefficient)
+        self._update_together([slot for slot in waiting if slot in small], coefficient)
 
     def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None = None) -> None:
         """Update parameters that are entire and whose gradients autograd stored."""
@@ -418,7 +418,6 @@ class Updater(SlotKeeper):
         if update is None or not self._checked or slot.param.data_ptr() != slot.placed:
             return self._build(slot, coefficient)
         update.scalars, update.key, update.coefficient = slot.scalars, slot.key, coefficient
-        update.standing = self._unchanged
         return update
 
     def _check_updates(self) -> None:
@@ -428,7 +427,7 @@ class Updater(SlotKeeper):
         standing = self._standing.get(self._stepping)
         if standing is None or standing.slots != slots:
             standing = self._standing[self._stepping] = Standing(slots, self._build)
-        self._unchanged = standing.check()
+        standing.check()
         self._checked = True
 
     def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:

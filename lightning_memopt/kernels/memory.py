@@ -28,16 +28,18 @@ class Memory:
 
     _facts: tuple[Any, ...] = ()
     _held: tuple[Any, ...] = ()
+    _state: int = 0
     _launches: dict[Hashable, Repeat] = field(default_factory=dict)
 
     def recall(self, update: Update, key: Hashable) -> Repeat | None:
         """The launch kept under `key`, if nothing that it depends on has changed since; else all are forgotten."""
-        if not update.standing:
+        if not update.standing or update.compared != self._state:
             known, held = facts(update)
             if known != self._facts:
                 self._facts, self._held = known, held
                 self._launches.clear()
-                return None
+                self._state += 1
+            update.compared = self._state
         return self._launches.get(key)
 
     def keep(self, key: Hashable, launch: Repeat) -> None:

@@ -41,8 +41,9 @@ class Update:
         active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
         memory: Where kernels keep what they need not find out again, or None. Not for parts of the weight.
         crowded: Collectives may take some of the device's multiprocessors meanwhile.
-        standing: Nothing but `scalars`, `key` and `coefficient` has changed since this object was last handed in, and
-            of the scalars not whether there is coupled decay; whoever says so saves `memory` the comparison.
+        standing: Whoever holds this object for several steps sees to it that nothing changes but `scalars`, `key` and
+            `coefficient`, and of the scalars not whether there is coupled decay. So `memory` need not compare it again.
+        compared: State of `memory` that this update was compared with.
         entries: Set where `weight` holds the gathered active elements of a sparse one, [1, count].
     """
 
@@ -65,6 +66,7 @@ class Update:
     memory: Memory | None = None
     crowded: bool = False
     standing: bool = field(default=False, init=False)
+    compared: int = field(default=-1, init=False)
 
     def rows(self, start: int, stop: int) -> Update:
         """The same update restricted to rows [start, stop) of weight and state, by views."""

@@ -275,3 +275,19 @@ def test_dispatch_repeats_what_is_remembered() -> None:
     update.memory.keep(gradient_key(weight, "auto"), lambda grad: False)
     before = update.weight.clone()
     assert dispatch.apply_gradient(update, weight, "auto") and not torch.equal(update.weight, before)
+
+
+def test_a_standing_update_is_compared_once() -> None:
+    """Not again until another update of the parameter came between, even one that was never used itself."""
+    memory = Memory()
+    first = replace(make_update("adamw", (64, 64), "cpu"), memory=memory)
+    first.standing = True
+    memory.recall(first, "key")
+    memory.keep("key", lambda: True)
+    moved = replace(first, weight=first.weight.clone())
+    assert memory.recall(first, "key") is not None and not moved.standing
+    moved.standing = True
+    assert memory.recall(moved, "key") is None, "compared at its first use"
+    memory.keep("key", lambda: False)
+    assert memory.recall(moved, "key") is not None
+    assert memory.recall(first, "key") is None, "the launch is the other one's"
