@@ -33,6 +33,11 @@ class Memory:
 
     def recall(self, update: Update, key: Hashable) -> Repeat | None:
         """The launch kept under `key`, if nothing that it depends on has changed since; else all are forgotten."""
+        self.look(update)
+        return self.get(key)
+
+    def look(self, update: Update) -> bool:
+        """Forget all launches if anything that they depend on has changed; returns whether there are any."""
         if not update.standing or update.compared != self._state:
             known, held = facts(update)
             if known != self._facts:
@@ -40,10 +45,14 @@ class Memory:
                 self._launches.clear()
                 self._state += 1
             update.compared = self._state
+        return bool(self._launches)
+
+    def get(self, key: Hashable) -> Repeat | None:
+        """The launch kept under `key` for the update that was last looked at."""
         return self._launches.get(key)
 
     def keep(self, key: Hashable, launch: Repeat) -> None:
-        """Remember a launch of the update that was last asked for."""
+        """Remember a launch of the update that was last looked at."""
         if len(self._launches) >= CAPACITY:
             self._launches.clear()
         self._launches[key] = launch

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import sparse_reference
-from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS, Factors, equal_rows, pieces, slab_rows
+from lightning_memopt.kernels.slabs import Factors, equal_rows, pieces, slab_rows
 from lightning_memopt.kernels.sparse_gradient import active_slabs, masked
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.sparsity.bits import unpack
+
+# Elements of a slab on a GPU.
+SLAB_ELEMENTS = 1 << 25
 
 
 def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> bool:
@@ -40,7 +43,7 @@ def _height(update: Update) -> int:
     assert update.active is not None
     rows, columns = update.weight.shape
     alone = update.active.stored is None and update.active.growth is None
-    return equal_rows(rows, columns, GPU_SLAB_ELEMENTS if alone else GPU_SLAB_ELEMENTS // 2)
+    return equal_rows(rows, columns, SLAB_ELEMENTS if alone else SLAB_ELEMENTS // 8)
 
 
 def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: str) -> bool:
@@ -65,14 +68,16 @@ def has_triton() -> bool:
 def _in_triton(update: Update) -> bool:
     if not update.weight.is_cuda or update.row is None or not has_triton():
         return False
-    from lightning_memopt.kernels import sparse_triton
+    if update.memory is not None and update.memory.look(update):
+        return True  # as in the step before
+    from lightning_memopt.kernels import sparse_arguments
 
-    return sparse_triton.supports(update)
+    return sparse_arguments.supports(update)
 
 
 def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, rows: int, fused: bool) -> None:
     """Take one step by Triton kernels; non-finite elements are left out and set ``update.nonfinite``."""
-    from lightning_memopt.kernels import sparse_triton
+    from lightning_memopt.kernels import sparse_fused
 
     active, shape = update.active, tuple(update.weight.shape)
     assert active is not None
@@ -82,15 +87,15 @@ def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, r
     elif not factors and active.growth is None:
         assert grad is not None
         _slabs_in_triton(update, [(0, len(grad), grad)])
-    elif fused and grad is None and active.growth is None and sparse_triton.fuses(update):
+    elif fused and grad is None and active.growth is None and sparse_fused.fuses(update):
         _upload_ages(update)
-        sparse_triton.apply_factors(update, factors)
+        sparse_fused.apply_factors(update, factors)
     else:
         _slabs_in_triton(update, pieces(factors, grad, torch.float32, rows))
 
 
 def _slabs_in_triton(update: Update, slabs: Iterable[tuple[int, int, Tensor]]) -> None:
-    from lightning_memopt.kernels import sparse_triton
+    from lightning_memopt.kernels import sparse_slab
 
     active, columns = update.active, update.weight.shape[1]
     assert active is not None
@@ -99,13 +104,15 @@ def _slabs_in_triton(update: Update, slabs: Iterable[tuple[int, int, Tensor]]) -
         if active.growth is not None:
             mask = unpack(active.bits, start * columns, stop * columns)
             active.growth.add(update.offset + start * columns, slab.reshape(-1), mask)
-        sparse_triton.apply_slab(update, slab.view(-1, columns), start)
+        sparse_slab.apply(update, slab.view(-1, columns), start)
 
 
 def _upload_ages(update: Update) -> None:
     assert update.active is not None
     ages = update.active.ages
     if ages.table is None:
-        table = torch.tensor(ages.rows, dtype=torch.float32)
+        from lightning_memopt.kernels import sparse_arguments
+
+        table = sparse_arguments.ages_table(update)
         cuda = update.weight.is_cuda
         ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)

@@ -34,7 +34,8 @@ _COMMON = tl.constexpr(len(COMMON_SCALARS))
 # the limit of any rule (`Rule.limit`).
 _LEAST_SCALE, _MOST_SQUARES = tl.constexpr(2.0**-40), tl.constexpr(2.0**100)
 # A step size that moves nothing, yet far from what a float32 cannot divide by.
-_NO_STEP = tl.constexpr(2.0**-100)
+NO_STEP = 2.0**-100
+_NO_STEP = tl.constexpr(NO_STEP)
 # The interpreter runs numpy, not PTX.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -165,12 +166,19 @@ def _lerp(m, m_unit, g, g_unit, weight):
 def adam(w, g, g2, m0, m1, m2, units, s):
     """Adam and AdamW: exp_avg, exp_avg_sq."""
     one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_bias2, eps = s
-    m0 = _lerp(m0, units[2], g, units[0], one_minus_beta1)
-    m1 = m1 * (units[3] * beta2) + g2 * (units[1] * one_minus_beta2)
     # step m / (sqrt(v) c + eps) with the step in the denominator, which leaves two operations less per element; where
     # there is none, the denominator is infinite.
     some = step_size > _NO_STEP
     slope, least = tl.where(some, inv_sqrt_bias2 / step_size, 1.0), tl.where(some, eps / step_size, float("inf"))
+    return adam_by_slope(w, g, g2, m0, m1, m2, units, (one_minus_beta1, beta2, one_minus_beta2, slope, least))
+
+
+@triton.jit
+def adam_by_slope(w, g, g2, m0, m1, m2, units, s):
+    """`adam` with inv_sqrt_bias2 / step_size and eps / step_size in place of the last three scalars."""
+    one_minus_beta1, beta2, one_minus_beta2, slope, least = s
+    m0 = _lerp(m0, units[2], g, units[0], one_minus_beta1)
+    m1 = m1 * (units[3] * beta2) + g2 * (units[1] * one_minus_beta2)
     w -= m0 * reciprocal(tl.sqrt(m1) * slope + least)
     return w, m0, m1, m2
 

@@ -37,7 +37,8 @@ from lightning_memopt.rules.storage_8bit import Codes
 from lightning_memopt.sparsity.bits import unpack
 from lightning_memopt.sparsity.spans import WHERE, Where
 
-sparse_triton = pytest.importorskip("lightning_memopt.kernels.sparse_triton", exc_type=ImportError)
+sparse_arguments = pytest.importorskip("lightning_memopt.kernels.sparse_arguments", exc_type=ImportError)
+sparse_fused = pytest.importorskip("lightning_memopt.kernels.sparse_fused", exc_type=ImportError)
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
 CODED_RULES = ["adamw8bit", "gefen", "gefen-64"]
 DENSE_RULES = [name for name in RULES if name not in CODED_RULES]
@@ -48,7 +49,7 @@ def both(update: Update, factors=(), grad=None, rows: int = 1 << 20, fused: bool
     expected = twin(update)
     wide = [(dy.double(), x.double()) for dy, x in factors]
     assert sparse_reference.apply(expected, wide, grad.double() if grad is not None else None, rows)
-    assert sparse_triton.supports(update)
+    assert sparse_arguments.supports(update)
     sparse.in_triton(update, factors, grad, rows, fused)
     check(update, expected)
 
@@ -104,7 +105,7 @@ def test_codes_fused(rule, density, device) -> None:
     update = sparsify(make_update(rule, (160, 256), device), random_mask((160, 256), density, device), density=density)
     update.weight[130:], tokens = 0.0, 40
     factors = [tuple(torch.randn(tokens, n, device=device) / tokens for n in (160, 256))]
-    assert sparse_triton.fuses(update) == (density >= 0.5)
+    assert sparse_fused.fuses(update) == (density >= 0.5)
     both(update, factors=factors, fused=True)
 
 
@@ -173,10 +174,12 @@ def test_a_step_that_is_not_finite_leaves_out_elements(rule, device) -> None:
 
 
 @pytest.mark.parametrize("rule", ["adamw", *CODED_RULES])
-def test_launches_are_remembered(rule, device) -> None:
-    """Steps that repeat launches are those that do not, also with other ages, and after the state has moved."""
+def test_launches_are_remembered(rule, device, monkeypatch) -> None:
+    """Steps that repeat the launches of three slabs are those that do not, with other ages and a state that moved."""
     torch.manual_seed(14)
     shape = (16, 256)
+    monkeypatch.setattr(sparse, "_in_triton", lambda update: update.memory is None or update.memory.look(update) or True)
+    monkeypatch.setattr(sparse, "_height", lambda update: 6)
     update = sparsify(make_update(rule, shape, device, BF16), random_mask(shape, 0.4, device))
     again = replace(twin(update, None), memory=Memory())
     for step in range(4):
@@ -185,9 +188,7 @@ def test_launches_are_remembered(rule, device) -> None:
         if step == 2:
             again.state |= {key: value.clone() for key, value in again.state.items() if value.dim()}
         for one in (update, again):
-            sparse.in_triton(
-                one, [tuple(torch.full((2, n), step + 0.5, device=device) for n in shape)], None, 16, False
-            )
+            sparse.apply(one, [tuple(torch.full((2, n), step + 0.5, device=device) for n in shape)], None, "auto")
         assert len(again.memory._launches) == (0 if INTERPRETED else 3)
         assert torch.equal(update.weight, again.weight)
         assert all(torch.equal(update.state[key], again.state[key]) for key in update.state)
@@ -197,7 +198,7 @@ def test_what_is_left_to_plain_torch(device) -> None:
     torch.manual_seed(13)
     shape = (5, 5000)
     update = sparsify(make_update("gefen", shape, device), random_mask(shape, 0.3, device))
-    assert sparse_triton.supports(update)
+    assert sparse_arguments.supports(update)
     others = [
         replace(update, state={**update.state, CODEBOOK: torch.zeros(256, device=device)}),
         replace(update, state={**update.state, SCALE: torch.ones(5000, device=device)}),
@@ -205,7 +206,7 @@ def test_what_is_left_to_plain_torch(device) -> None:
         replace(update, weight=update.weight.double()),
         replace(update, weight=torch.zeros(5000, 5, device=device).t()),
     ]
-    assert not any(sparse_triton.supports(other) for other in others)
+    assert not any(sparse_arguments.supports(other) for other in others)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (16, 128), (40, 200), (3, 1000)])

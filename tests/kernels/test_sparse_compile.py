@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 from kernel_cases import INTERPRETED
 
+from lightning_memopt.sparsity.bits import SEGMENT
+
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 OPERANDS = {
-    "slab_update": {"grad": "*fp32", "first": "i64", "stop": "i64", "total": "i32", "columns": "i32"},
+    "slab_update": {
+        "grad": "*fp32", "first": "i32", "stop": "i32", "runs": "i32", "total": "i32", "columns": "i32",
+    },
     "weight_gradient_update": {
         "dy": "*bf16", "x": "*bf16", "rows": "i32", "columns": "i32", "tokens": "i32", "dy_token": "i32", "dy_row": 1,
         "x_token": "i32", "x_column": 1,
@@ -21,16 +25,16 @@ OPERANDS = {
 }  # fmt: skip
 # Kinds of moments with their types, and the spans at density 1/4 and, for the fused kernel, at 1/2.
 MOMENTS = {
-    "bf16": ((0, 1), ("*bf16", "*bf16"), ("*bf16", "*bf16"), {}),
-    "adamw8bit": ((2, 3), ("*u8", "*u8"), ("*bf16", "*bf16"), {256: (256, 256), 128: (128, 128)}),
-    "gefen": ((4, 5), ("*u8", "*fp32"), ("*bf16", "*fp32"), {512: (256, 512), 4096: (2048, 4096), 128: (128, 128)}),
+    "bf16": ((0, 1), ("*bf16", "*bf16"), ("*bf16", "*bf16"), {}, 64),
+    "adamw8bit": ((2, 3), ("*u8", "*u8"), ("*bf16", "*bf16"), {256: (256, 256), 128: (128, 128)}, 128),
+    "gefen": ((4, 5), ("*u8", "*fp32"), ("*bf16", "*fp32"), {512: (256, 512), 4096: (2048, 4096), 128: (128, 128)}, 256),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "moments", "width", "capability"),
     [
-        *(("slab_update", "bf16", 128, capability) for capability in (80, 90, 100)),
+        *(("slab_update", "bf16", 1024, capability) for capability in (80, 90, 100)),
         ("slab_update", "adamw8bit", 256, 90),
         *(("slab_update", "gefen", 512, capability) for capability in (80, 90, 100)),
         ("slab_update", "gefen", 4096, 90),
@@ -43,20 +47,19 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_memopt.kernels import sparse_triton, tiles
+    from lightning_memopt.kernels import sparse_fused, sparse_slab, tiles
 
-    kernel = getattr(sparse_triton, name)
-    kinds, values, scales, lengths = MOMENTS[moments]
+    kernel = sparse_slab.slab_update if name == "slab_update" else sparse_fused.weight_gradient_update
+    kinds, values, scales, lengths, lanes = MOMENTS[moments]
     signature = OPERANDS[name] | {
         "w": "*bf16", "values": values, "scales": scales, "bits": "*u8", "index": "*i32", "cohort": "*u8",
         "ages": "*fp32", "row": "*fp32", "key": "*i32", "nonfinite": "*i32", "offset": "i32",
     }  # fmt: skip
-    aged = (0, 0, 0, 1, 0, 0) if moments == "gefen" else (0, 0, 0, 1, 2, 0)
     constants = {
-        "TILE": tiles.adam, "SCALARS": 6, "AGED": aged, "COLUMNS": 1 + max(aged), "STOCHASTIC": True, "KINDS": kinds,
-        "LENGTHS": lengths.get(width, (1, 1)), "ALIGNED": True, "BY_ROWS": bool(lengths), "WIDTH": width,
-        "RUNS": max(1, sparse_triton.WEIGHTS // width), "PRECISION": "ieee", "TOKENS": 32,
-        **{key: getattr(sparse_triton, key) for key in ("SEGMENT", "ROWS", "BAND", "PART_ROWS")},
+        "TILE": tiles.adam_by_slope, "SCALARS": 6, "AGED": (0, 0, 0, 1, 2), "COLUMNS": 3, "STOCHASTIC": True,
+        "KINDS": kinds, "LENGTHS": lengths.get(width, (1, 1)), "ALIGNED": True, "INSIDE": True, "WORDS": True,
+        "BY_ROWS": bool(lengths), "RUNS": 1, "WIDTH": width, "LANES": lanes, "PRECISION": "ieee", "TOKENS": 32,
+        "SEGMENT": SEGMENT, **{key: getattr(sparse_fused, key) for key in ("ROWS", "BAND", "PART_ROWS")},
     }  # fmt: skip
     constants |= {key: value for key, value in signature.items() if isinstance(value, int)}
     types, fixed, attributes = {}, {}, {}
@@ -66,9 +69,9 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
             continue
         types[argument] = signature[argument]
         places = [(i, j) for j in range(2)] if isinstance(signature[argument], tuple) else [(i,)]
-        aligned = argument not in ("offset", "first", "stop")
+        aligned = argument not in ("offset", "first", "stop", "runs")
         attributes |= {place: [["tt.divisibility", 16]] for place in places if aligned}
-    warps = 8 if name == "weight_gradient_update" else max(4, width // 512)
+    warps = 8 if name == "weight_gradient_update" else max(1, lanes // 128)
     source = ASTSource(kernel, types, fixed, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     binary = tmp_path / "kernel.cubin"

@@ -1,0 +1,107 @@
+"""An update of a sparse weight as its Triton kernels take it: which they support, pointers and constants, ages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.kernels import blocks, codes, tiles
+from lightning_memopt.kernels.sparse_tile import COHORTS
+from lightning_memopt.kernels.update import Update
+from lightning_memopt.optim.gefen_learning import CODEBOOK
+from lightning_memopt.rules.gefen import BlockMean
+from lightning_memopt.rules.storage import Dense
+from lightning_memopt.rules.storage_8bit import Codes
+from lightning_memopt.sparsity.bits import SEGMENT
+from lightning_memopt.sparsity.spans import length_of
+
+# The widest spans that a program takes.
+WIDEST = 4096
+
+
+def supports(update: Update) -> bool:
+    """Whether these kernels know the dtypes and storages of this update; all others run in plain torch.
+
+    They know float32 or bf16 weights, moments of the same dtypes and 8-bit ones, but neither codes that are looked up
+    in a table, nor factors of columns, nor spans of more than `WIDEST` weights.
+    """
+    dense = [update.state[storage.name] for storage in update.storage if isinstance(storage, Dense)]
+    return (
+        all(isinstance(storage, Dense | Codes | BlockMean) for storage in update.storage)
+        and not (CODEBOOK in update.state and update.state[CODEBOOK].dim())
+        and not blocks.has_factors(update)
+        and max(lengths(update), default=0) <= WIDEST
+        and all(tensor.dtype in blocks.FLOATS for tensor in (update.weight, *dense))
+        and update.weight.is_contiguous()
+        and update.weight.numel() < 1 << 31
+    )
+
+
+def lengths(update: Update) -> tuple[int, ...]:
+    """For each moment the number of weights in its spans, a power of two; anything where it has none."""
+    lengths, columns = [], update.weight.shape[1]
+    for storage in update.storage:
+        counts = [update.state[key].shape[1] for key in storage.per_block()]
+        lengths.append(length_of(columns, counts[0]) if counts else 1)
+    # A row that is one span may be taken to be longer.
+    width = max([SEGMENT, *lengths])
+    return tuple(width if length >= columns else length for length in lengths)
+
+
+def most_lanes(update: Update) -> int:
+    """As many active weights as the widest span rarely has: it is as wide as a block has weights on average."""
+    return 2 * max(block for storage in update.storage for block in storage.per_block().values())
+
+
+def by_slope(update: Update) -> bool:
+    """Whether ages reach the rule's tile function as what it divides by, so that no weight needs a division for it."""
+    assert update.active is not None
+    return update.tile == "adam" and "step_size" in update.active.ages.names
+
+
+def ages_table(update: Update) -> Tensor:
+    """The table of ages on the host, float32: `COHORTS` numbers for each column, and whether any weight warms up.
+
+    The first column is the ramp, the others are the scalars of the tile function that depend on the age.
+    """
+    assert update.active is not None
+    ages, scalars = update.active.ages, update.scalars
+    rows = torch.tensor(ages.rows, dtype=torch.float32)
+    values = [rows[:, 0], *rows[:, 1:].unbind(1)]
+    if by_slope(update):
+        own = dict(zip(ages.names, values[1:], strict=True))
+        step = own["step_size"]
+        bias, eps = (own.get(name, torch.tensor(scalars[name], dtype=torch.float32)) for name in ("inv_sqrt_bias2", "eps"))
+        some = step > tiles.NO_STEP
+        values[1:] = [torch.where(some, bias / step, 1.0), torch.where(some, eps / step, float("inf"))]
+    table = torch.zeros(len(values) * COHORTS + 1)
+    for column, value in enumerate(values):
+        table[column * COHORTS : column * COHORTS + len(value)] = value
+    table[-1] = (values[0] != 1.0).any()
+    return table
+
+
+def arguments(update: Update) -> tuple[Tensor, tuple[Any, ...], int, dict[str, Any]]:
+    """Table of ages, tensors from the weight to `nonfinite`, offset, and constants of a step."""
+    active = update.active
+    assert active is not None and active.ages.table is not None
+    assert update.row is not None and update.row_key is not None and update.nonfinite is not None
+    names = codes.tile_scalars(update.rule)
+    aged = tuple(active.ages.names.index(name) + 1 if name in active.ages.names else 0 for name in names)
+    slope = by_slope(update)
+    constants = {
+        "TILE": tiles.adam_by_slope if slope else tiles.TILES[update.tile],
+        "SCALARS": len(names),
+        "AGED": (0, 0, 0, 1, 2) if slope else aged,
+        "COLUMNS": len(active.ages.table) // COHORTS,
+        "KINDS": tuple(codes.kind(storage) for storage in update.storage),
+        "LENGTHS": lengths(update),
+        "STOCHASTIC": update.rounding == "stochastic",
+    }
+    values = tuple(update.state[storage.name] for storage in update.storage)
+    mask = (active.bits, active.index, active.cohort)
+    offset = update.offset & 0xFFFFFFFF
+    tensors = (update.weight, values, blocks.scales(update), *mask, update.row, update.row_key, update.nonfinite)
+    return active.ages.table, tensors, offset - (offset >> 31 << 32), constants

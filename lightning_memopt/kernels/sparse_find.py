@@ -1,0 +1,160 @@
+"""Where the active weights of a sparse layer lie: from the number of an entry to the weight, by the packed mask.
+
+Entries, what is kept per active weight, follow the order of the weights. A kernel that goes by entries reads and writes
+them in consecutive places and computes for active weights only; the price is this search: in the index, which counts
+before every 128 weights, then among the four words of that segment, then in the word.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_memopt.sparsity.bits import SEGMENT
+
+_SEGMENT = tl.constexpr(SEGMENT)
+
+
+@triton.jit
+def _pairs(word):
+    """Bits set in each two bits."""
+    return word - ((word >> 1) & 0x55555555)
+
+
+@triton.jit
+def _nibbles(pairs):
+    return (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+
+
+@triton.jit
+def _bytes(nibbles):
+    return (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+
+
+@triton.jit
+def count(word):
+    """Bits set; compilers know these lines and make one instruction of them."""
+    return (_bytes(_nibbles(_pairs(word))) * 0x01010101) >> 24
+
+
+@triton.jit
+def select(word, rank):
+    """Place of the bit that is set and has `rank` others below it; both uint32, with more bits set than `rank`."""
+    pairs = _pairs(word)
+    nibbles = _nibbles(pairs)
+    octets = _bytes(nibbles)
+    below = (octets + (octets >> 8)) & 0xFF
+    up = rank >= below
+    place = tl.where(up, 16, 0).to(tl.uint32)
+    rank = tl.where(up, rank - below, rank)
+    below = (octets >> place) & 0xF
+    up = rank >= below
+    place = tl.where(up, place + 8, place)
+    rank = tl.where(up, rank - below, rank)
+    below = (nibbles >> place) & 0xF
+    up = rank >= below
+    place = tl.where(up, place + 4, place)
+    rank = tl.where(up, rank - below, rank)
+    below = (pairs >> place) & 3
+    up = rank >= below
+    place = tl.where(up, place + 2, place)
+    rank = tl.where(up, rank - below, rank)
+    return tl.where(rank >= ((word >> place) & 1), place + 1, place)
+
+
+@triton.jit
+def _words(bits, segment, total, WORDS: tl.constexpr):
+    """The four words of the mask's segments."""
+    if WORDS:
+        # Two at a time: a register pair comes apart for nothing.
+        pairs = bits.to(tl.pointer_type(tl.uint64)) + segment * 2
+        lower, upper = tl.load(pairs), tl.load(pairs + 1)
+        w0, w1 = lower.to(tl.uint32), (lower >> 32).to(tl.uint32)
+        w2, w3 = upper.to(tl.uint32), (upper >> 32).to(tl.uint32)
+    else:
+        at = segment * (_SEGMENT // 8)
+        w0, w1 = _word(bits, at, total), _word(bits, at + 4, total)
+        w2, w3 = _word(bits, at + 8, total), _word(bits, at + 12, total)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _word(bits, at, total):
+    """32 bits of the mask from byte `at` on; zeros past the end."""
+    word = tl.load(bits + at, mask=at * 8 < total, other=0).to(tl.uint32)
+    for i in tl.static_range(1, 4):
+        byte = tl.load(bits + at + i, mask=(at + i) * 8 < total, other=0)
+        word |= byte.to(tl.uint32) << (8 * i)
+    return word
+
+
+@triton.jit
+def _below(word, places):
+    """Bits set among so many of the lowest."""
+    places = tl.minimum(tl.maximum(places, 0), 32)
+    lower = word & ((1 << tl.minimum(places, 31).to(tl.uint32)) - 1).to(tl.uint32)
+    return count(tl.where(places == 32, word, lower)).to(tl.int32)
+
+
+@triton.jit
+def entries_before(bits, index, at, total, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
+    """Active weights before weight `at`, which begins a segment or ends the layer if `ALIGNED`."""
+    if ALIGNED:
+        before = tl.load(index + tl.cdiv(at, _SEGMENT))
+    else:
+        segment = tl.minimum(at, total - 1) // _SEGMENT
+        places = at - segment * _SEGMENT
+        w0, w1, w2, w3 = _words(bits, segment, total, WORDS)
+        before = tl.load(index + segment) + _below(w0, places) + _below(w1, places - 32)
+        before += _below(w2, places - 64) + _below(w3, places - 96)
+    return before
+
+
+@triton.jit
+def counts(index, segment, total, REACH: tl.constexpr):
+    """Entries before each of `REACH` segments, a power of two, from that one on."""
+    last = tl.cdiv(total, _SEGMENT) - segment
+    result = ()
+    for i in tl.static_range(REACH):
+        result = result + (tl.load(index + segment + tl.minimum(i, last)),)  # type: ignore[assignment]
+    return result
+
+
+@triton.jit
+def _find(before, entry):
+    """Which of the ascending numbers `before`, a power of two of them, is the last that is not above `entry`."""
+    if len(before) == 1:
+        return entry * 0, before[0] + entry * 0
+    else:
+        HALF: tl.constexpr = len(before) // 2
+        up = before[HALF] <= entry
+        rest = ()
+        for i in tl.static_range(HALF):
+            rest = rest + (tl.where(up, before[HALF + i], before[i]),)  # type: ignore[assignment]
+        step, low = _find(rest, entry)
+        return step + tl.where(up, HALF, 0), low
+
+
+@triton.jit
+def weights(bits, before, entry, segment, total, WORDS: tl.constexpr):
+    """Numbers of the weights that entries belong to.
+
+    Args:
+        before: See `counts`; broadcasts against `entry`, as `segment` does.
+        entry: int32, of active weights in those segments.
+        segment: int32, the first of them.
+        WORDS: Whether the mask can be read by words: it is aligned and has whole segments.
+    """
+    step, low = _find(before, entry)
+    w0, w1, w2, w3 = _words(bits, segment + step, total, WORDS)
+    rank = (entry - low).to(tl.uint32)
+    n0 = count(w0)
+    n1 = n0 + count(w1)
+    n2 = n1 + count(w2)
+    upper = rank >= n1
+    middle = tl.where(upper, n2, n0)
+    odd = rank >= middle
+    word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+    rank -= tl.where(odd, middle, tl.where(upper, n1, 0))
+    place = tl.where(upper, 64, 0) + tl.where(odd, 32, 0)
+    return (segment + step) * _SEGMENT + place + select(word, rank).to(tl.int32)
