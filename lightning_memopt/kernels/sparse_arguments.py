@@ -73,7 +73,8 @@ def ages_table(update: Update) -> Tensor:
     if by_slope(update):
         own = dict(zip(ages.names, values[1:], strict=True))
         step = own["step_size"]
-        bias, eps = (own.get(name, torch.tensor(scalars[name], dtype=torch.float32)) for name in ("inv_sqrt_bias2", "eps"))
+        plain = {name: torch.tensor(scalars[name], dtype=torch.float32) for name in ("inv_sqrt_bias2", "eps")}
+        bias, eps = (own.get(name, value) for name, value in plain.items())
         some = step > tiles.NO_STEP
         values[1:] = [torch.where(some, bias / step, 1.0), torch.where(some, eps / step, float("inf"))]
     table = torch.zeros(len(values) * COHORTS + 1)

@@ -1,8 +1,8 @@
 """The update of sparse weights fused with the matmul that forms their gradient, for any GPU that Triton knows.
 
-One program per tile of the weight, one segment of the mask wide. A tile without active weights is left before its matmul;
-of others, all weights pass through registers, and an active one's entry is what the index says of its segment plus the
-active weights before it, a sum along the row.
+One program per tile of the weight, one segment of the mask wide. A tile without active weights is left before its
+matmul; of others, all weights pass through registers, and an active one's entry is what the index says of its segment
+plus the active weights before it, a sum along the row.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def _step_parts(
         flag = (byte >> lane % 8) & 1
         entry = tl.load(index + start // width, mask=r < rows, other=0)[:, None] + tl.cumsum(flag, 1) - flag
         place = (r[:, None], j * width + lane)
+        found = sparse_tile.none(height, KINDS, LENGTHS, width)
         sparse_tile.step(
-            acc, start[:, None] + lane, entry, flag != 0, place, columns, sparse_tile.none(height, KINDS, LENGTHS, width),
-            given, tensors, TILE, AGED, KINDS, LENGTHS, width, STOCHASTIC, True, _WHOLE,
+            acc, start[:, None] + lane, entry, flag != 0, place, columns, found, given, tensors,
+            TILE, AGED, KINDS, LENGTHS, width, STOCHASTIC, True, _WHOLE,
         )  # fmt: skip
 
 
@@ -97,9 +98,7 @@ def weight_gradient_update(
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     given = sparse_tile.shared(row, key, ages, SCALARS, COLUMNS, KINDS)
     update = (bits, index, given, (w, values, scales, cohort, nonfinite, offset, ages))
-    _step_parts(
-        acc, first_row, j, rows, columns, update, TILE, AGED, KINDS, LENGTHS, STOCHASTIC, PART_ROWS
-    )
+    _step_parts(acc, first_row, j, rows, columns, update, TILE, AGED, KINDS, LENGTHS, STOCHASTIC, PART_ROWS)
 
 
 def fuses(update: Update) -> bool:

@@ -46,12 +46,10 @@ def _entries(
     if not INSIDE:
         active &= (at >= first) & (at < stop)
     # Where a program has several runs, some may be empty.
-    if INSIDE and ALONE:
-        raw = tl.load(grad + (at - first))
-    else:
-        raw = tl.load(grad + (at - first), mask=active, other=0.0)
+    raw = sparse_tile.gather(grad, at - first, active, 0.0, not (INSIDE and ALONE)).to(tl.float32)
+    place = (line[:, None], at - line[:, None] * columns)
     return sparse_tile.step(
-        raw.to(tl.float32), at, entry, active, (line[:, None], at - line[:, None] * columns), columns, found, given, update,
+        raw, at, entry, active, place, columns, found, given, update,
         TILE, AGED, KINDS, LENGTHS, WIDTH, STOCHASTIC, not ALONE, PASS,
     )  # fmt: skip
 
@@ -115,7 +113,8 @@ def slab_update(
         if KINDS[1] == _MEAN:
             for rank in range(0, most, LANES):
                 squares, number, _, _ = _entries(
-                    grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before, update,
+                    grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before,
+                    update,
                     TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _SUMS,
                 )  # fmt: skip
                 found = found[0] + squares, found[1] + number, found[2], found[3]
@@ -166,7 +165,7 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
     programs = triton.cdiv(count, RUNS)
     constants |= {
         "ALIGNED": not by_rows or columns % SEGMENT == 0,
-        "INSIDE": by_rows or first % width == 0 and (stop % width == 0 or stop == total),
+        "INSIDE": by_rows or (first % width == 0 and (stop % width == 0 or stop == total)),
         "WORDS": total % SEGMENT == 0 and active.bits.data_ptr() % 8 == 0,
         "BY_ROWS": by_rows,
         "RUNS": RUNS,

@@ -89,7 +89,10 @@ def _block(place, columns, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _load(values, scales, entry, place, columns, active, bend, KIND: tl.constexpr, LENGTH: tl.constexpr, MASKED: tl.constexpr):
+def _load(
+    values, scales, entry, place, columns, active, bend,
+    KIND: tl.constexpr, LENGTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """A moment, and its unit."""
     unit = 1.0
     if KIND <= _SLOW:
@@ -196,7 +199,7 @@ def step(
             old2, unit2 = _load(values[2], scales[2], entry, place, columns, active, bend, KINDS[2], LENGTHS[2], MASKED)
         own = ()
         for i in tl.static_range(len(AGED)):
-            if AGED[i] > 0:  # noqa: SIM108
+            if AGED[i] > 0:
                 own = own + (gather(ages + AGED[i] * _COHORTS, age, active, 1.0, MASKED),)  # type: ignore[assignment]
             else:
                 own = own + (plain[i],)  # type: ignore[assignment]
@@ -214,7 +217,7 @@ def step(
             m1 = tl.where(keep, m1, old1 * unit1)
             if PASS != _WRITE:
                 largest1 = over_spans(tl.where(active, m1, 0.0), part, True, largest1.shape[1], LENGTHS[1])
-        if PASS == _WHOLE or PASS == _WRITE:
+        if PASS == _WHOLE or PASS == _WRITE:  # noqa: SIM109
             tl.store(nonfinite_ptr + at * 0, 1, mask=active & (keep == 0))
             if warming:
                 ramp = gather(ages, age, active, 1.0, MASKED)

@@ -76,9 +76,9 @@ def launched(monkeypatch):
     """What reached the launcher, of all launches."""
     from triton.runtime import driver
 
-    from lightning_memopt.kernels import sparse_triton
+    from lightning_memopt.kernels import sparse_slab
 
-    kernels = (hopper.weight_gradient_update, _flat().flat_update, sparse_triton.slab_update)
+    kernels = (hopper.weight_gradient_update, _flat().flat_update, sparse_slab.slab_update)
     for kernel in kernels:
         kernel.device_caches.clear()
     Driver.launched.clear()
@@ -152,21 +152,21 @@ def test_a_repeated_flat_launch_is_an_ordinary_one(launched) -> None:
 @pytest.mark.parametrize("rule", ["adamw", "gefen"])
 def test_a_repeated_sparse_launch_is_an_ordinary_one(rule, launched) -> None:
     """With the gradient and the ages of another step, but not where other tensors have moved."""
-    from lightning_memopt.kernels import sparse_triton
+    from lightning_memopt.kernels import sparse_slab
 
     update = replace(sparsify(make_update(rule, (40, 200), "cpu", BF16), torch.rand(40, 200) < 0.5), memory=Memory())
     steps, names = [], update.active.ages.names
     for row_key in (update.row_key, update.row_key, update.row_key.clone()):
         update.row_key, update.state["smet_steps"] = row_key, len(steps)
-        update.active.ages.table = torch.rand(3, 1 + len(names))
+        update.active.ages.table = torch.rand(256 * (1 + len(names)) + 1)
         for start, rows in ((0, 24), (24, 16)):
             grad = torch.zeros(rows, 200)
             steps.append(update.memory.recall(update, (start, rows, names, gradient_key(grad, "slab"))) is not None)
-            sparse_triton.apply_slab(update, grad, start)
-            sparse_triton.call(update, grad, start).run()
+            sparse_slab.apply(update, grad, start)
+            sparse_slab.call(update, grad, start).run()
             assert plain(launched[-2]) == plain(launched[-1])
     assert steps == [False, False, True, True, False, False]
-    assert len(sparse_triton.slab_update.device_caches[0][0]) == 1
+    assert len(sparse_slab.slab_update.device_caches[0][0]) == 1
 
 
 @compiles

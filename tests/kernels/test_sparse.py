@@ -178,7 +178,7 @@ def test_launches_are_remembered(rule, device, monkeypatch) -> None:
     """Steps that repeat the launches of three slabs are those that do not, with other ages and a state that moved."""
     torch.manual_seed(14)
     shape = (16, 256)
-    monkeypatch.setattr(sparse, "_in_triton", lambda update: update.memory is None or update.memory.look(update) or True)
+    monkeypatch.setattr(sparse, "_in_triton", lambda update: not update.memory or update.memory.look(update) or True)
     monkeypatch.setattr(sparse, "_height", lambda update: 6)
     update = sparsify(make_update(rule, shape, device, BF16), random_mask(shape, 0.4, device))
     again = replace(twin(update, None), memory=Memory())
