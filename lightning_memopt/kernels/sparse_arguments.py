@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -50,9 +51,16 @@ def lengths(update: Update) -> tuple[int, ...]:
     return tuple(width if length >= columns else length for length in lengths)
 
 
-def most_lanes(update: Update) -> int:
-    """As many active weights as the widest span rarely has: it is as wide as a block has weights on average."""
-    return 2 * max(block for storage in update.storage for block in storage.per_block().values())
+def entries_of(mean: float) -> tuple[int, int]:
+    """How many entries nearly all runs have at most, if they have `mean` on average: one power of two and another."""
+    most = mean + 2.8 * sqrt(mean)
+    first = 32
+    while 2 * first <= most:
+        first *= 2
+    second = 32
+    while second < min(first, most - first):
+        second *= 2
+    return first, second
 
 
 def by_slope(update: Update) -> bool:

@@ -111,41 +111,26 @@ def entries_before(bits, index, at, total, ALIGNED: tl.constexpr, WORDS: tl.cons
 
 
 @triton.jit
-def counts(index, segment, total, REACH: tl.constexpr):
-    """Entries before each of `REACH` segments, a power of two, from that one on."""
-    last = tl.cdiv(total, _SEGMENT) - segment
-    result = ()
-    for i in tl.static_range(REACH):
-        result = result + (tl.load(index + segment + tl.minimum(i, last)),)  # type: ignore[assignment]
-    return result
-
-
-@triton.jit
-def _find(before, entry):
-    """Which of the ascending numbers `before`, a power of two of them, is the last that is not above `entry`."""
-    if len(before) == 1:
-        return entry * 0, before[0] + entry * 0
-    else:
-        HALF: tl.constexpr = len(before) // 2
-        up = before[HALF] <= entry
-        rest = ()
-        for i in tl.static_range(HALF):
-            rest = rest + (tl.where(up, before[HALF + i], before[i]),)  # type: ignore[assignment]
-        step, low = _find(rest, entry)
-        return step + tl.where(up, HALF, 0), low
-
-
-@triton.jit
-def weights(bits, before, entry, segment, total, WORDS: tl.constexpr):
+def weights(bits, index, entry, segment, total, REACH: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of the weights that entries belong to.
 
     Args:
-        before: See `counts`; broadcasts against `entry`, as `segment` does.
-        entry: int32, of active weights in those segments.
-        segment: int32, the first of them.
+        entry: int32, of active weights in the `REACH` segments, a power of two, from that one on.
+        segment: int32, the first of them; broadcasts against `entry`.
         WORDS: Whether the mask can be read by words: it is aligned and has whole segments.
     """
-    step, low = _find(before, entry)
+    # Past the last segment, all entries count as being before.
+    last = tl.cdiv(total, _SEGMENT) - segment
+    index += segment
+    step = entry * 0
+    low = tl.load(index) + step
+    for i in tl.static_range(1, 12):
+        if REACH >> i > 0:
+            further = step + (REACH >> i)
+            before = tl.load(index + tl.minimum(further, last))
+            up = before <= entry
+            step = tl.where(up, further, step)
+            low = tl.where(up, before, low)
     w0, w1, w2, w3 = _words(bits, segment + step, total, WORDS)
     rank = (entry - low).to(tl.uint32)
     n0 = count(w0)

@@ -23,7 +23,6 @@ from lightning_memopt.sparsity.bits import SEGMENT
 # in which tiles are taken, so that operands stay in L2.
 ROWS, PART_ROWS, BAND = 128, 8, 8
 
-_WHOLE = tl.constexpr(sparse_tile.WHOLE)
 # The interpreter's dot is wrong for bf16.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -56,12 +55,12 @@ def _step_parts(
         byte = tl.load(bits + (start // 8)[:, None] + lane // 8, mask=inside, other=0).to(tl.int32)
         flag = (byte >> lane % 8) & 1
         entry = tl.load(index + start // width, mask=r < rows, other=0)[:, None] + tl.cumsum(flag, 1) - flag
-        place = (r[:, None], j * width + lane)
-        found = sparse_tile.none(height, KINDS, LENGTHS, width)
-        sparse_tile.step(
-            acc, start[:, None] + lane, entry, flag != 0, place, columns, found, given, tensors,
-            TILE, AGED, KINDS, LENGTHS, width, STOCHASTIC, True, _WHOLE,
+        place = (r[:, None], r[:, None] * 0 + j * width, (r < rows)[:, None], lane + start[:, None] * 0)
+        tile = sparse_tile.read(
+            acc, start[:, None] + lane, entry, flag != 0, place, columns, given, tensors,
+            AGED, KINDS, LENGTHS, width, True,
         )  # fmt: skip
+        sparse_tile.step(tile, columns, given, tensors, TILE, KINDS, LENGTHS, width, STOCHASTIC, True)
 
 
 @triton.jit(do_not_specialize=["tokens", "offset"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_memopt.kernels import blocks, codes, sparse_find, sparse_tile
 from lightning_memopt.kernels.launch import Call, prepare
 from lightning_memopt.kernels.memory import gradient_key
-from lightning_memopt.kernels.sparse_arguments import arguments, lengths, most_lanes
+from lightning_memopt.kernels.sparse_arguments import arguments, entries_of, lengths
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.sparsity.bits import SEGMENT
 
@@ -25,33 +25,28 @@ RUN, LANES = 1024, 64
 RUNS = 32 if triton.knobs.runtime.interpret else 1
 
 _SEGMENT, _MEAN = tl.constexpr(SEGMENT), tl.constexpr(codes.MEAN)
-_WHOLE, _SUMS = tl.constexpr(sparse_tile.WHOLE), tl.constexpr(sparse_tile.SUMS)
-_LARGEST, _WRITE = tl.constexpr(sparse_tile.LARGEST), tl.constexpr(sparse_tile.WRITE)
 
 
 @triton.jit
-def _entries(
-    grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, index, update,
-    TILE: tl.constexpr, AGED: tl.constexpr, KINDS: tl.constexpr, LENGTHS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    INSIDE: tl.constexpr, WORDS: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    PASS: tl.constexpr,
+def _tile(
+    grad, rank, runs, given, update,
+    AGED: tl.constexpr, KINDS: tl.constexpr, LENGTHS: tl.constexpr, INSIDE: tl.constexpr, WORDS: tl.constexpr,
+    REACH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Step the entries of each run from its `rank`-th on: `LANES` of them or those that are left."""
+    """The entries of each run from its `rank`-th on: `LANES` of them or those that are left."""
+    bits, index, low, high, start, line, column, first, stop, total, columns = runs
     entry = low[:, None] + rank + tl.arange(0, LANES)[None, :]
     active = entry < high[:, None]
     # Lanes past the end repeat the last entry, and write nothing.
     entry = tl.minimum(entry, tl.maximum(high - 1, 0)[:, None])
-    at = sparse_find.weights(bits, index, entry, segment[:, None], total, WORDS)
-    ALONE: tl.constexpr = low.shape[0] == 1
+    at = sparse_find.weights(bits, index, entry, (start // _SEGMENT)[:, None], total, REACH, WORDS)
     if not INSIDE:
         active &= (at >= first) & (at < stop)
     # Where a program has several runs, some may be empty.
-    raw = sparse_tile.gather(grad, at - first, active, 0.0, not (INSIDE and ALONE)).to(tl.float32)
-    place = (line[:, None], at - line[:, None] * columns)
-    return sparse_tile.step(
-        raw, at, entry, active, place, columns, found, given, update,
-        TILE, AGED, KINDS, LENGTHS, WIDTH, STOCHASTIC, not ALONE, PASS,
-    )  # fmt: skip
+    SEVERAL: tl.constexpr = low.shape[0] > 1
+    raw = sparse_tile.gather(grad, at - first, active, 0.0, SEVERAL or not INSIDE).to(tl.float32)
+    place = (line[:, None], column[:, None], (low < high)[:, None], at - start[:, None])
+    return sparse_tile.read(raw, at, entry, active, place, columns, given, update, AGED, KINDS, LENGTHS, WIDTH, SEVERAL)
 
 
 @triton.jit(do_not_specialize=["first", "stop", "runs", "offset"])
@@ -60,7 +55,7 @@ def slab_update(
     TILE: tl.constexpr, SCALARS: tl.constexpr, AGED: tl.constexpr, COLUMNS: tl.constexpr,
     KINDS: tl.constexpr, LENGTHS: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, INSIDE: tl.constexpr, WORDS: tl.constexpr, BY_ROWS: tl.constexpr,
-    RUNS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    RUNS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One step on the active ones of the weights [first, stop), whose gradient is `grad`.
 
@@ -83,7 +78,7 @@ def slab_update(
         start = line * columns + column
         end = start + tl.minimum(columns - column, WIDTH)
     else:
-        line = run * 0
+        line, column = run * 0, run * 0
         start = (first // WIDTH + run) * WIDTH
         end = tl.minimum(start + WIDTH, total)
     low = sparse_find.entries_before(bits, index, start, total, ALIGNED, WORDS)
@@ -93,42 +88,50 @@ def slab_update(
     if most == 0:
         return
     REACH: tl.constexpr = WIDTH // _SEGMENT if ALIGNED else 2 * WIDTH // _SEGMENT
-    segment = start // _SEGMENT
-    before = sparse_find.counts(index, segment[:, None], total, REACH)
     given = sparse_tile.shared(row, key, ages, SCALARS, COLUMNS, KINDS)
     update = (w, values, scales, cohort, nonfinite, offset, ages)
-    found = sparse_tile.none(RUNS, KINDS, LENGTHS, WIDTH)
+    all_runs = (bits, index, low, high, start, line, column, first, stop, total, columns)
+    SEVERAL: tl.constexpr = RUNS > 1
     if not BY_ROWS:
         for rank in range(0, most, LANES):
-            _entries(
-                grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before, update,
-                TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _WHOLE,
-            )  # fmt: skip
+            tile = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+            sparse_tile.step(tile, columns, given, update, TILE, KINDS, LENGTHS, WIDTH, STOCHASTIC, SEVERAL)
     elif most <= LANES:
-        _entries(
-            grad, first, stop, 0, low, high, segment, line, columns, total, found, given, bits, before, update,
-            TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _WHOLE,
-        )  # fmt: skip
+        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+        sparse_tile.step(tile, columns, given, update, TILE, KINDS, LENGTHS, WIDTH, STOCHASTIC, SEVERAL)
+    elif most <= LANES + MORE:
+        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+        rest = _tile(grad, LANES, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, MORE)
+        total0, number0 = sparse_tile.sums(tile, KINDS, LENGTHS, WIDTH)
+        total1, number1 = sparse_tile.sums(rest, KINDS, LENGTHS, WIDTH)
+        total0, number0 = sparse_tile.added(total0, total1), sparse_tile.added(number0, number1)
+        new, m0, m1 = sparse_tile.compute(tile, total0, number0, TILE, KINDS, LENGTHS, WIDTH)
+        new_rest, m2, m3 = sparse_tile.compute(rest, total0, number0, TILE, KINDS, LENGTHS, WIDTH)
+        m0, m1 = sparse_tile.larger(m0, m2), sparse_tile.larger(m1, m3)
+        sparse_tile.write(tile, new, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
+        sparse_tile.write(rest, new_rest, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
+        sparse_tile.write_blocks(tile, new, m0, m1, columns, update, KINDS, LENGTHS, WIDTH)
     else:
+        # Rare: pass after pass over tiles that are read again.
+        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+        squares, number = sparse_tile.sums(tile, KINDS, LENGTHS, WIDTH)
         if KINDS[1] == _MEAN:
-            for rank in range(0, most, LANES):
-                squares, number, _, _ = _entries(
-                    grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before,
-                    update,
-                    TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _SUMS,
-                )  # fmt: skip
-                found = found[0] + squares, found[1] + number, found[2], found[3]
+            for rank in range(LANES, most, LANES):
+                rest = _tile(
+                    grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES
+                )
+                squares1, number1 = sparse_tile.sums(rest, KINDS, LENGTHS, WIDTH)
+                squares, number = sparse_tile.added(squares, squares1), sparse_tile.added(number, number1)
+        new, m0, m1 = sparse_tile.compute(tile, squares, number, TILE, KINDS, LENGTHS, WIDTH)
+        for rank in range(LANES, most, LANES):
+            rest = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+            new_rest, m2, m3 = sparse_tile.compute(rest, squares, number, TILE, KINDS, LENGTHS, WIDTH)
+            m0, m1 = sparse_tile.larger(m0, m2), sparse_tile.larger(m1, m3)
         for rank in range(0, most, LANES):
-            _, _, m0, m1 = _entries(
-                grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before, update,
-                TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _LARGEST,
-            )  # fmt: skip
-            found = found[0], found[1], tl.maximum(found[2], m0), tl.maximum(found[3], m1)
-        for rank in range(0, most, LANES):
-            _entries(
-                grad, first, stop, rank, low, high, segment, line, columns, total, found, given, bits, before, update,
-                TILE, AGED, KINDS, LENGTHS, STOCHASTIC, INSIDE, WORDS, REACH, WIDTH, LANES, _WRITE,
-            )  # fmt: skip
+            rest = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+            new_rest, m2, m3 = sparse_tile.compute(rest, squares, number, TILE, KINDS, LENGTHS, WIDTH)
+            sparse_tile.write(rest, new_rest, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
+        sparse_tile.write_blocks(tile, new, m0, m1, columns, update, KINDS, LENGTHS, WIDTH)
 
 
 def apply(update: Update, grad: Tensor, first_row: int) -> None:
@@ -161,7 +164,10 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
     by_rows = blocks.in_blocks(update)
     width = max(SEGMENT, *lengths(update)) if by_rows else RUN
     count = len(grad) * triton.cdiv(columns, width) if by_rows else triton.cdiv(stop, width) - first // width
-    lanes = min(width, most_lanes(update)) if by_rows else LANES
+    lanes, more = entries_of(width * len(active.cohort) / total) if by_rows else (LANES, 0)
+    spans = zip(constants["KINDS"], constants["LENGTHS"], strict=True)
+    if any(kind == codes.MEAN and length < width for kind, length in spans):
+        lanes, more = width, 0  # several means in a run are written by the weights of one tile
     programs = triton.cdiv(count, RUNS)
     constants |= {
         "ALIGNED": not by_rows or columns % SEGMENT == 0,
@@ -171,6 +177,7 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
         "RUNS": RUNS,
         "WIDTH": width,
         "LANES": lanes,
+        "MORE": more,
         "num_warps": max(1, lanes // 128),
     }
     arguments_ = (grad, ages, first, stop, count, total, columns, *tensors, offset)

@@ -26,13 +26,13 @@ OPERANDS = {
 # Kinds of moments with their types, and the spans at density 1/4 and, for the fused kernel, at 1/2.
 MOMENTS = {
     "bf16": ((0, 1), ("*bf16", "*bf16"), ("*bf16", "*bf16"), {}, 64),
-    "adamw8bit": ((2, 3), ("*u8", "*u8"), ("*bf16", "*bf16"), {256: (256, 256), 128: (128, 128)}, 128),
+    "adamw8bit": ((2, 3), ("*u8", "*u8"), ("*bf16", "*bf16"), {256: (256, 256), 128: (128, 128)}, 64),
     "gefen": (
         (4, 5),
         ("*u8", "*fp32"),
         ("*bf16", "*fp32"),
         {512: (256, 512), 4096: (2048, 4096), 128: (128, 128)},
-        256,
+        128,
     ),
 }
 
@@ -64,8 +64,8 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
     constants = {
         "TILE": tiles.adam_by_slope, "SCALARS": 6, "AGED": (0, 0, 0, 1, 2), "COLUMNS": 3, "STOCHASTIC": True,
         "KINDS": kinds, "LENGTHS": lengths.get(width, (1, 1)), "ALIGNED": True, "INSIDE": True, "WORDS": True,
-        "BY_ROWS": bool(lengths), "RUNS": 1, "WIDTH": width, "LANES": lanes, "PRECISION": "ieee", "TOKENS": 32,
-        "SEGMENT": SEGMENT, **{key: getattr(sparse_fused, key) for key in ("ROWS", "BAND", "PART_ROWS")},
+        "BY_ROWS": bool(lengths), "RUNS": 1, "WIDTH": width, "LANES": lanes, "MORE": 32, "PRECISION": "ieee",
+        "TOKENS": 32, "SEGMENT": SEGMENT, **{key: getattr(sparse_fused, key) for key in ("ROWS", "BAND", "PART_ROWS")},
     }  # fmt: skip
     constants |= {key: value for key, value in signature.items() if isinstance(value, int)}
     types, fixed, attributes = {}, {}, {}
