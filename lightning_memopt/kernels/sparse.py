@@ -20,8 +20,10 @@ from lightning_memopt.kernels.sparse_gradient import active_slabs, masked
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.sparsity.bits import unpack
 
-# Elements of a slab on a GPU.
-SLAB_ELEMENTS = 1 << 25
+# Elements of a slab on a GPU: nearly every layer is one, as each slab costs the host a matmul and a launch, and the GPU
+# the last, partly empty round of both; a slab that stays in cache gains less. Fewer where plain torch looks at a slab
+# too, with some int64 for every weight.
+SLAB_ELEMENTS, SEEN_ELEMENTS = 1 << 26, 1 << 22
 
 
 def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kernel: str) -> bool:
@@ -39,11 +41,11 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
 
 
 def _height(update: Update) -> int:
-    """Rows of a slab on a GPU: fewer where plain torch looks at it too, with some int64 for every weight."""
+    """Rows of a slab on a GPU."""
     assert update.active is not None
     rows, columns = update.weight.shape
     alone = update.active.stored is None and update.active.growth is None
-    return equal_rows(rows, columns, SLAB_ELEMENTS if alone else SLAB_ELEMENTS // 8)
+    return equal_rows(rows, columns, SLAB_ELEMENTS if alone else SEEN_ELEMENTS)
 
 
 def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel: str) -> bool:

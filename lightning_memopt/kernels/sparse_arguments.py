@@ -37,6 +37,8 @@ def supports(update: Update) -> bool:
         and all(tensor.dtype in blocks.FLOATS for tensor in (update.weight, *dense))
         and update.weight.is_contiguous()
         and update.weight.numel() < 1 << 31
+        and update.active is not None
+        and update.active.bits.data_ptr() % 16 == 0
     )
 
 

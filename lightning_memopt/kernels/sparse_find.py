@@ -63,29 +63,16 @@ def select(word, rank):
 
 
 @triton.jit
-def _words(bits, segment, total, WORDS: tl.constexpr):
-    """The four words of the mask's segments."""
-    if WORDS:
-        # Two at a time: a register pair comes apart for nothing.
-        pairs = bits.to(tl.pointer_type(tl.uint64)) + segment * 2
-        lower, upper = tl.load(pairs), tl.load(pairs + 1)
-        w0, w1 = lower.to(tl.uint32), (lower >> 32).to(tl.uint32)
-        w2, w3 = upper.to(tl.uint32), (upper >> 32).to(tl.uint32)
-    else:
-        at = segment * (_SEGMENT // 8)
-        w0, w1 = _word(bits, at, total), _word(bits, at + 4, total)
-        w2, w3 = _word(bits, at + 8, total), _word(bits, at + 12, total)
-    return w0, w1, w2, w3
+def _words(bits, segment):
+    """The four words of the mask's segments.
 
-
-@triton.jit
-def _word(bits, at, total):
-    """32 bits of the mask from byte `at` on; zeros past the end."""
-    word = tl.load(bits + at, mask=at * 8 < total, other=0).to(tl.uint32)
-    for i in tl.static_range(1, 4):
-        byte = tl.load(bits + at + i, mask=(at + i) * 8 < total, other=0)
-        word |= byte.to(tl.uint32) << (8 * i)
-    return word
+    The last one is read as a whole too: it has bits of the mask, so its sixteen bytes, which are aligned, are all
+    memory that can be read. Whatever is in them behind the mask is never counted, nor selected.
+    """
+    # Two at a time: a register pair comes apart for nothing.
+    pairs = bits.to(tl.pointer_type(tl.uint64)) + segment * 2
+    lower, upper = tl.load(pairs), tl.load(pairs + 1)
+    return lower.to(tl.uint32), (lower >> 32).to(tl.uint32), upper.to(tl.uint32), (upper >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -97,27 +84,27 @@ def _below(word, places):
 
 
 @triton.jit
-def entries_before(bits, index, at, total, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
+def entries_before(bits, index, at, total, ALIGNED: tl.constexpr):
     """Active weights before weight `at`, which begins a segment or ends the layer if `ALIGNED`."""
     if ALIGNED:
         before = tl.load(index + tl.cdiv(at, _SEGMENT))
     else:
         segment = tl.minimum(at, total - 1) // _SEGMENT
         places = at - segment * _SEGMENT
-        w0, w1, w2, w3 = _words(bits, segment, total, WORDS)
+        w0, w1, w2, w3 = _words(bits, segment)
         before = tl.load(index + segment) + _below(w0, places) + _below(w1, places - 32)
         before += _below(w2, places - 64) + _below(w3, places - 96)
     return before
 
 
 @triton.jit
-def weights(bits, index, entry, segment, total, REACH: tl.constexpr, WORDS: tl.constexpr):
+def weights(bits, index, entry, segment, total, REACH: tl.constexpr):
     """Numbers of the weights that entries belong to.
 
     Args:
+        bits: Aligned to a segment's sixteen bytes.
         entry: int32, of active weights in the `REACH` segments, a power of two, from that one on.
         segment: int32, the first of them; broadcasts against `entry`.
-        WORDS: Whether the mask can be read by words: it is aligned and has whole segments.
     """
     # Past the last segment, all entries count as being before.
     last = tl.cdiv(total, _SEGMENT) - segment
@@ -131,7 +118,7 @@ def weights(bits, index, entry, segment, total, REACH: tl.constexpr, WORDS: tl.c
             up = before <= entry
             step = tl.where(up, further, step)
             low = tl.where(up, before, low)
-    w0, w1, w2, w3 = _words(bits, segment + step, total, WORDS)
+    w0, w1, w2, w3 = _words(bits, segment + step)
     rank = (entry - low).to(tl.uint32)
     n0 = count(w0)
     n1 = n0 + count(w1)

@@ -30,7 +30,7 @@ _SEGMENT, _MEAN = tl.constexpr(SEGMENT), tl.constexpr(codes.MEAN)
 @triton.jit
 def _tile(
     grad, rank, runs, given, update,
-    AGED: tl.constexpr, KINDS: tl.constexpr, LENGTHS: tl.constexpr, INSIDE: tl.constexpr, WORDS: tl.constexpr,
+    AGED: tl.constexpr, KINDS: tl.constexpr, LENGTHS: tl.constexpr, INSIDE: tl.constexpr,
     REACH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The entries of each run from its `rank`-th on: `LANES` of them or those that are left."""
@@ -39,7 +39,7 @@ def _tile(
     active = entry < high[:, None]
     # Lanes past the end repeat the last entry, and write nothing.
     entry = tl.minimum(entry, tl.maximum(high - 1, 0)[:, None])
-    at = sparse_find.weights(bits, index, entry, (start // _SEGMENT)[:, None], total, REACH, WORDS)
+    at = sparse_find.weights(bits, index, entry, (start // _SEGMENT)[:, None], total, REACH)
     if not INSIDE:
         active &= (at >= first) & (at < stop)
     # Where a program has several runs, some may be empty.
@@ -54,7 +54,7 @@ def slab_update(
     grad, ages, first, stop, runs, total, columns, w, values, scales, bits, index, cohort, row, key, nonfinite, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, AGED: tl.constexpr, COLUMNS: tl.constexpr,
     KINDS: tl.constexpr, LENGTHS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, INSIDE: tl.constexpr, WORDS: tl.constexpr, BY_ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr, INSIDE: tl.constexpr, BY_ROWS: tl.constexpr,
     RUNS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One step on the active ones of the weights [first, stop), whose gradient is `grad`.
@@ -63,7 +63,6 @@ def slab_update(
         runs: How many there are, of up to `WIDTH` weights.
         ALIGNED: Whether all runs begin where a segment does.
         INSIDE: Whether all runs lie in [first, stop).
-        WORDS: See `kernels.sparse_find.weights`.
         BY_ROWS: Whether [first, stop) are whole rows of `columns`, each with its own runs; otherwise runs follow each
             other as if all rows were one, and begin with the one that has the weight `first`.
         RUNS: Of a program.
@@ -80,9 +79,9 @@ def slab_update(
     else:
         line, column = run * 0, run * 0
         start = (first // WIDTH + run) * WIDTH
-        end = tl.minimum(start + WIDTH, total)
-    low = sparse_find.entries_before(bits, index, start, total, ALIGNED, WORDS)
-    high = sparse_find.entries_before(bits, index, end, total, ALIGNED, WORDS)
+        end = start + tl.minimum(total - start, WIDTH)
+    low = sparse_find.entries_before(bits, index, start, total, ALIGNED)
+    high = sparse_find.entries_before(bits, index, end, total, ALIGNED)
     high = tl.where(there, high, low)
     most = tl.max(high - low, 0)
     if most == 0:
@@ -90,18 +89,18 @@ def slab_update(
     REACH: tl.constexpr = WIDTH // _SEGMENT if ALIGNED else 2 * WIDTH // _SEGMENT
     given = sparse_tile.shared(row, key, ages, SCALARS, COLUMNS, KINDS)
     update = (w, values, scales, cohort, nonfinite, offset, ages)
-    all_runs = (bits, index, low, high, start, line, column, first, stop, total, columns)
+    every = (bits, index, low, high, start, line, column, first, stop, total, columns)
     SEVERAL: tl.constexpr = RUNS > 1
     if not BY_ROWS:
         for rank in range(0, most, LANES):
-            tile = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+            tile = _tile(grad, rank, every, given, update, AGED, KINDS, LENGTHS, INSIDE, REACH, WIDTH, LANES)
             sparse_tile.step(tile, columns, given, update, TILE, KINDS, LENGTHS, WIDTH, STOCHASTIC, SEVERAL)
     elif most <= LANES:
-        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
+        tile = _tile(grad, 0, every, given, update, AGED, KINDS, LENGTHS, INSIDE, REACH, WIDTH, LANES)
         sparse_tile.step(tile, columns, given, update, TILE, KINDS, LENGTHS, WIDTH, STOCHASTIC, SEVERAL)
     elif most <= LANES + MORE:
-        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
-        rest = _tile(grad, LANES, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, MORE)
+        tile = _tile(grad, 0, every, given, update, AGED, KINDS, LENGTHS, INSIDE, REACH, WIDTH, LANES)
+        rest = _tile(grad, LANES, every, given, update, AGED, KINDS, LENGTHS, INSIDE, REACH, WIDTH, MORE)
         total0, number0 = sparse_tile.sums(tile, KINDS, LENGTHS, WIDTH)
         total1, number1 = sparse_tile.sums(rest, KINDS, LENGTHS, WIDTH)
         total0, number0 = sparse_tile.added(total0, total1), sparse_tile.added(number0, number1)
@@ -112,26 +111,24 @@ def slab_update(
         sparse_tile.write(rest, new_rest, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
         sparse_tile.write_blocks(tile, new, m0, m1, columns, update, KINDS, LENGTHS, WIDTH)
     else:
-        # Rare: pass after pass over tiles that are read again.
-        tile = _tile(grad, 0, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
-        squares, number = sparse_tile.sums(tile, KINDS, LENGTHS, WIDTH)
-        if KINDS[1] == _MEAN:
-            for rank in range(LANES, most, LANES):
-                rest = _tile(
-                    grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES
-                )
-                squares1, number1 = sparse_tile.sums(rest, KINDS, LENGTHS, WIDTH)
+        # Rare: three passes over all entries, which find the sums, find what is largest, and write.
+        squares, number, m0, m1 = sparse_tile.nothing(RUNS, KINDS, LENGTHS, WIDTH)
+        count = tl.cdiv(most, LANES)
+        for i in range(0, 3 * count):
+            tile = _tile(
+                grad, i % count * LANES, every, given, update, AGED, KINDS, LENGTHS, INSIDE, REACH, WIDTH, LANES
+            )
+            squares1, number1 = sparse_tile.sums(tile, KINDS, LENGTHS, WIDTH)
+            if i < count:
                 squares, number = sparse_tile.added(squares, squares1), sparse_tile.added(number, number1)
-        new, m0, m1 = sparse_tile.compute(tile, squares, number, TILE, KINDS, LENGTHS, WIDTH)
-        for rank in range(LANES, most, LANES):
-            rest = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
-            new_rest, m2, m3 = sparse_tile.compute(rest, squares, number, TILE, KINDS, LENGTHS, WIDTH)
-            m0, m1 = sparse_tile.larger(m0, m2), sparse_tile.larger(m1, m3)
-        for rank in range(0, most, LANES):
-            rest = _tile(grad, rank, all_runs, given, update, AGED, KINDS, LENGTHS, INSIDE, WORDS, REACH, WIDTH, LANES)
-            new_rest, m2, m3 = sparse_tile.compute(rest, squares, number, TILE, KINDS, LENGTHS, WIDTH)
-            sparse_tile.write(rest, new_rest, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
-        sparse_tile.write_blocks(tile, new, m0, m1, columns, update, KINDS, LENGTHS, WIDTH)
+            new, m2, m3 = sparse_tile.compute(tile, squares, number, TILE, KINDS, LENGTHS, WIDTH)
+            if i // count == 1:
+                m0, m1 = sparse_tile.larger(m0, m2), sparse_tile.larger(m1, m3)
+            if i // count == 2:
+                sparse_tile.write(tile, new, m0, m1, given, update, KINDS, LENGTHS, STOCHASTIC, SEVERAL)
+            if i == 3 * count - 1:
+                tl.debug_barrier()  # all warps have read what is written now
+                sparse_tile.write_blocks(tile, new, m0, m1, columns, update, KINDS, LENGTHS, WIDTH)
 
 
 def apply(update: Update, grad: Tensor, first_row: int) -> None:
@@ -172,7 +169,6 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
     constants |= {
         "ALIGNED": not by_rows or columns % SEGMENT == 0,
         "INSIDE": by_rows or (first % width == 0 and (stop % width == 0 or stop == total)),
-        "WORDS": total % SEGMENT == 0 and active.bits.data_ptr() % 8 == 0,
         "BY_ROWS": by_rows,
         "RUNS": RUNS,
         "WIDTH": width,

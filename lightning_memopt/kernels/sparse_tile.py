@@ -97,6 +97,21 @@ def larger(a, b):
 
 
 @triton.jit
+def nothing(N: tl.constexpr, KINDS: tl.constexpr, LENGTHS: tl.constexpr, WIDTH: tl.constexpr):
+    """What `sums` and `compute` find of no weights."""
+    total, number, largest0, largest1 = (), (), (), ()
+    for _ in tl.static_range(WIDTH // LENGTHS[1]):
+        if KINDS[1] == _MEAN:
+            total = total + (tl.zeros((N, 1), tl.float32),)  # type: ignore[assignment]
+            number = number + (tl.zeros((N, 1), tl.int32),)  # type: ignore[assignment]
+        else:
+            largest1 = largest1 + (tl.zeros((N, 1), tl.float32),)  # type: ignore[assignment]
+    for _ in tl.static_range(WIDTH // LENGTHS[0]):
+        largest0 = largest0 + (tl.zeros((N, 1), tl.float32),)  # type: ignore[assignment]
+    return total, number, largest0, largest1
+
+
+@triton.jit
 def _means(total, number):
     result = ()
     for i in tl.static_range(len(total)):

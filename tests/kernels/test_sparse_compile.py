@@ -63,7 +63,7 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
     }  # fmt: skip
     constants = {
         "TILE": tiles.adam_by_slope, "SCALARS": 6, "AGED": (0, 0, 0, 1, 2), "COLUMNS": 3, "STOCHASTIC": True,
-        "KINDS": kinds, "LENGTHS": lengths.get(width, (1, 1)), "ALIGNED": True, "INSIDE": True, "WORDS": True,
+        "KINDS": kinds, "LENGTHS": lengths.get(width, (1, 1)), "ALIGNED": True, "INSIDE": True,
         "BY_ROWS": bool(lengths), "RUNS": 1, "WIDTH": width, "LANES": lanes, "MORE": 32, "PRECISION": "ieee",
         "TOKENS": 32, "SEGMENT": SEGMENT, **{key: getattr(sparse_fused, key) for key in ("ROWS", "BAND", "PART_ROWS")},
     }  # fmt: skip
