@@ -8,6 +8,7 @@ entries are taken at once, so that a program holds whole blocks and decodes, ste
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -162,8 +163,10 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
     width = max(SEGMENT, *lengths(update)) if by_rows else RUN
     count = len(grad) * triton.cdiv(columns, width) if by_rows else triton.cdiv(stop, width) - first // width
     lanes, more = entries_of(width * len(active.cohort) / total) if by_rows else (LANES, 0)
-    spans = zip(constants["KINDS"], constants["LENGTHS"], strict=True)
-    if any(kind == codes.MEAN and length < width for kind, length in spans):
+    means = [
+        length for kind, length in zip(constants["KINDS"], constants["LENGTHS"], strict=True) if kind == codes.MEAN
+    ]
+    if any(length < width for length in means):
         lanes, more = width, 0  # several means in a run are written by the weights of one tile
     programs = triton.cdiv(count, RUNS)
     constants |= {
@@ -176,5 +179,8 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
         "MORE": more,
         "num_warps": max(1, lanes // 128),
     }
+    if by_rows and update.weight.is_cuda and torch.cuda.get_device_capability(update.weight.device)[0] == 9:
+        # Measured on Hopper: more warps at a time hide more than it costs to keep some values in local memory.
+        constants["maxnreg"] = 64 if means else 48
     arguments_ = (grad, ages, first, stop, count, total, columns, *tensors, offset)
     return Call(slab_update, programs, arguments_, constants, operands=2)
