@@ -21,8 +21,8 @@ from lightning_memopt.kernels.update import Update
 from lightning_memopt.sparsity.bits import unpack
 
 # Elements of a slab on a GPU: nearly every layer is one, as each slab costs the host a matmul and a launch, and smaller
-# ones, which stay in cache, were slower on the GPU too. Fewer where plain torch looks at a slab as well, with some int64
-# for every weight.
+# ones, which stay in cache, were slower on the GPU too. Fewer where plain torch looks at a slab as well, with some
+# int64 for every weight.
 SLAB_ELEMENTS, SEEN_ELEMENTS = 1 << 26, 1 << 22
 
 
