@@ -18,6 +18,8 @@ from torch import Tensor
 from lightning_memopt.kernels.slabs import Factors, join, matmul, slab_rows, slabs
 from lightning_memopt.kernels.sparse_gradient import active_slabs
 
+# Bytes of Gram matrices that are formed together.
+GRAM_BYTES = 1 << 25
 # Tokens of a look-up whose products with all others are formed at a time.
 LOOKUP_ROWS = 1024
 
@@ -30,13 +32,33 @@ def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.d
     tokens = sum(len(dy) for dy, _ in factors)
     out, inputs = factors[0][0].shape[1], factors[0][1].shape[1]
     if grad is None and tokens * (out + inputs) < out * inputs:
-        dy, x = join(factors)
-        gram_dy, gram_x = matmul(dy, dy.t(), dtype), matmul(x, x.t(), dtype)
-        return torch.dot(gram_dy.flatten(), gram_x.flatten()).clamp_(min=0)
+        return squared_norms([join(factors)], dtype)[0]
     total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
     for _, _, slab in slabs(factors, grad, dtype, slab_rows(inputs, factors[0][0].device)):
         total += torch.dot(slab.flatten(), slab.flatten())
     return total
+
+
+def few_tokens(factors: Sequence[Factors], grad: Tensor | None) -> bool:
+    """Whether `squared_norms` takes this gradient: it has one pair of factors only, for which Gram is the way."""
+    if grad is not None or len(factors) != 1:
+        return False
+    (tokens, out), inputs = factors[0][0].shape, factors[0][1].shape[1]
+    return tokens * (out + inputs) < out * inputs
+
+
+def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
+    """‖dYᵀ x‖² of several layers with as many tokens, by Gram, [layers]; an x that follows itself is used once.
+
+    In launches, of which the host makes few for all: they cost it more than the device.
+    """
+    gram_dys, gram_xs, before = list[Tensor](), list[Tensor](), None
+    for dy, x in pairs:
+        gram_dys.append(matmul(dy, dy.t(), dtype))
+        same = before is not None and (x.data_ptr(), x.shape, x.stride()) == before
+        before = x.data_ptr(), x.shape, x.stride()
+        gram_xs.append(gram_xs[-1] if same else matmul(x, x.t(), dtype))
+    return (torch.stack(gram_dys) * torch.stack(gram_xs)).sum((1, 2)).clamp_(min=0)
 
 
 def squared_norm_active(

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 import lightning_memopt as memopt
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
-from lightning_memopt.kernels.norms import squared_norm, squared_norm_lookup
+from lightning_memopt.kernels.norms import squared_norm, squared_norm_lookup, squared_norms
 
 ALWAYS, NEVER = 0.05, 100.0
 SHORT_WINDOW = {"accumulate_grad_batches": 3, "max_epochs": 9}  # 25 batches: the last window of an epoch holds one
@@ -289,6 +289,15 @@ def test_squared_norm(tokens: int, out: int, inputs: int, parts: int) -> None:
     for grad, whole in ((None, gradient), (stored, gradient + stored)):
         result = squared_norm(factors, grad, torch.float64)
         torch.testing.assert_close(result, whole.square().sum(), rtol=1e-12, atol=1e-12)
+
+
+def test_squared_norms_of_several_layers() -> None:
+    """Some of them with the same input."""
+    torch.manual_seed(0)
+    x, other = torch.randn(5, 40, dtype=torch.float64), torch.randn(5, 30, dtype=torch.float64)
+    pairs = [(torch.randn(5, n, dtype=torch.float64), x if n != 20 else other) for n in (30, 40, 20, 50, 60)]
+    expected = torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
+    torch.testing.assert_close(squared_norms(pairs, torch.float64), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("padding", [-1, 2])
