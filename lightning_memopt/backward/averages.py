@@ -81,14 +81,14 @@ class Averages:
             grad, slot.leaf.grad = slot.leaf.grad, None
             assert grad is not None
             grads.append(grad)
-        sizes = [shard_rows(len(grad), ranks.shards) * grad[0].numel() for grad in grads]
+        sizes = [shard_rows(len(grad), ranks.shards) * grad.shape[1:].numel() for grad in grads]
         sent = grads[0].new_empty(ranks.shards, sum(sizes), dtype=dtype)
         torch._chunk_cat(grads, 0, ranks.shards, out=sent)
         mine = sum_to_owners(sent, ranks)
         average = mine / ranks.size
         for slot, total, mean in zip(slots, mine.split(sizes), average.split(sizes), strict=True):
-            weight = slot.weight
-            slot.add_gradient((mean if slot.mean == 1 else total)[: weight.numel()].view(weight.shape))
+            shape, part = slot.weight.shape, mean if slot.mean == 1 else total
+            slot.add_gradient(part if part.shape == shape else part[: shape.numel()].view(shape))
 
 
 def _as_usual(group: Any) -> bool:
