@@ -26,6 +26,10 @@ from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
+# Factors that take three quarters of the gradient's memory are not kept: with so many tokens the gradient's norm costs as
+# much as the gradient, which would be formed twice.
+WORTH = 0.75
+
 if TYPE_CHECKING:
     from lightning_memopt.backward.sharded_updater import ShardedUpdater
 
@@ -81,6 +85,7 @@ class ShardedSlot(Slot):
                 "strategy shard the model, or call fully_shard without a shard_placement_fn."
             )
         self.offset = first * shape[1:].numel()
+        self.worth = WORTH
         if len(shape) == 2:
             self.mean = 1 / ranks.size
 

@@ -46,6 +46,7 @@ class Slot:
         entire: The weight is dense and not a shard.
         small: A gradient that autograd stores waits for those of other small parameters, to be used with them.
         mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
+        worth: The part of a gradient's memory from which its factors are not worth keeping.
         offset: Index of `weight`'s first element in the whole parameter.
         sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
         storage: How the moments lie in the state of a weight of that dtype, once asked for (`Updater.storage`).
@@ -81,6 +82,7 @@ class Slot:
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
     mean: float = 1.0
+    worth: float = 1.0
     offset: int = 0
     storage: tuple[torch.dtype, tuple[Storage, ...]] | None = None
     memory: Memory = field(default_factory=Memory)
@@ -263,7 +265,7 @@ class Slot:
             first = self.sparse.fold(self.factors, dtype)
             self.factors, self.versions = [], []
             return first
-        limit = weight.numel() * dtype.itemsize
+        limit = self.worth * weight.numel() * dtype.itemsize
         if held <= limit and self.buffer is None and not always:
             return False
         self._check_inputs()
