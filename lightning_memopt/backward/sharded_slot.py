@@ -26,8 +26,8 @@ from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
-# Factors that take three quarters of the gradient's memory are not kept: with so many tokens the gradient's norm costs as
-# much as the gradient, which would be formed twice.
+# Factors that take three quarters of the gradient's memory are not kept: with so many tokens its norm costs as much as
+# the gradient itself, which would be formed twice.
 WORTH = 0.75
 
 if TYPE_CHECKING:
@@ -123,6 +123,13 @@ class ShardedSlot(Slot):
     def pending(self) -> bool:
         """Whether any part of a gradient waits here."""
         return bool(self.outgoing) or bool(self.looked_up) or super().pending
+
+    @property
+    def only_stored(self) -> bool:
+        """Whether all that waits of the gradient of a dense weight, which has rows here, is what autograd stored."""
+        if self.sparse is not None or self.factors or self.lookups or self.outgoing or self.looked_up:
+            return False
+        return self.buffer is None and self.weight.numel() > 0
 
     @property
     def awaits_average(self) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
-from lightning_memopt.backward.averages import Averages
+from lightning_memopt.backward.averages import SMALL, Averages
 from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
@@ -39,7 +39,7 @@ from lightning_memopt.backward.traffic import Route
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_slabs
+from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, largest_possible, slab_rows
@@ -362,9 +362,44 @@ class ShardedUpdater(Updater):
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
 
     def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
-        update = super()._as_update(slot, coefficient)
+        update = slot.update
+        if update is None or not self._checked or slot.address != slot.placed:
+            return self._build(slot, coefficient)
+        update.coefficient = coefficient
+        return update
+
+    def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
+        update = super()._build(slot, coefficient)
         update.crowded = True
         return update
+
+    def _stands(self, slot: Slot) -> bool:
+        return slot.sparse is None
+
+    @torch.no_grad()
+    def _update_pending(self, coefficient: Tensor | None = None, ready: bool = False) -> None:
+        if self._stepping is not None:
+            waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending and (slot.ready or not ready)]
+            self._update_together([slot for slot in waiting if self._goes_together(slot)], coefficient)
+        super()._update_pending(coefficient, ready)
+
+    def _goes_together(self, slot: Slot) -> bool:
+        """Whether the gradient is small, stored, and used by a kernel."""
+        assert isinstance(slot, ShardedSlot)
+        return slot.bytes <= SMALL and slot.only_stored and not self._takes_all_or_nothing(slot)
+
+    def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None = None) -> None:
+        if not slots:
+            return
+        grads = []
+        for slot in slots:
+            slot.hold_gradient()
+            assert slot.grad is not None
+            grads.append(slot.grad)
+            slot.drop()
+        updates = [self._begin(slot, coefficient) for slot in slots]
+        for slot, taken in zip(slots, apply_gradients(updates, grads, self.kernel, self._batches), strict=True):
+            self._settle(slot, taken)
 
     def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         if not update.weight.numel():  # this rank has no rows

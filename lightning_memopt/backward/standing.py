@@ -21,7 +21,7 @@ class Standing:
     long. An update becomes its slot's `Slot.update`.
 
     Args:
-        slots: The parameters, each `Slot.entire`.
+        slots: The parameters, none of them sparse.
         build: Makes an update of one.
     """
 
@@ -40,17 +40,17 @@ class Standing:
         for slot in self.slots:
             slot.update = self._build(slot)
             slot.update.standing = True
-            slot.placed = slot.param.data_ptr()
+            slot.placed = _mine(slot.param).data_ptr()
         entries = [(slot, *item) for slot in self.slots for item in slot.state.items()]
         self._held = [value for *_, value in entries]  # so that an id stays one object's
         kept = [value for slot, key, value in entries if key not in slot.rule.counts]
-        self._tensors = [value for value in kept if isinstance(value, Tensor)]
+        self._tensors = [_mine(value) for value in kept if isinstance(value, Tensor)]
         self._known = self._facts()
 
     def _facts(self) -> list[Any]:
         slots, state_of = self.slots, self.slots[0].optimizer.state if self.slots else {}
-        params = [slot.param for slot in slots]
-        states = [state_of[param] for param in params]
+        params = [_mine(slot.param) for slot in slots]
+        states = [state_of[slot.param] for slot in slots]
         return [
             [(param.data_ptr(), param.dtype, param.shape, param.stride()) for param in params],
             [id(state) for state in states],
@@ -61,3 +61,9 @@ class Standing:
             [slot.storage for slot in slots],
             [slot.scalars["l2"] != 0.0 for slot in slots],
         ]
+
+
+def _mine(tensor: Tensor) -> Tensor:
+    """What a DTensor holds on this rank, or the tensor itself, in the least time."""
+    rows: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return rows

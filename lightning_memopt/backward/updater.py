@@ -420,10 +420,14 @@ class Updater(SlotKeeper):
         update.scalars, update.key, update.coefficient = slot.scalars, slot.key, coefficient
         return update
 
+    def _stands(self, slot: Slot) -> bool:
+        """Whether the slot's update may serve for several steps."""
+        return slot.entire
+
     def _check_updates(self) -> None:
         """See to it that `Slot.update` is right until other code than ours runs."""
         assert self._stepping is not None
-        slots = [slot for slot in self._slots_of(self._stepping) if slot.entire]
+        slots = [slot for slot in self._slots_of(self._stepping) if self._stands(slot)]
         standing = self._standing.get(self._stepping)
         if standing is None or standing.slots != slots:
             standing = self._standing[self._stepping] = Standing(slots, self._build)
