@@ -356,7 +356,7 @@ class ShardedUpdater(Updater):
             assert isinstance(slot, ShardedSlot)
             facts = self.storage(slot), slot.tile, slot.row is None, self.kernel
             if slot.in_torch is None or slot.in_torch[0] != facts:
-                slot.in_torch = facts, not in_triton(self._as_update(slot), self.kernel)
+                slot.in_torch = facts, not in_triton(self._build(slot), self.kernel)
             return slot.in_torch[1]
         codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
