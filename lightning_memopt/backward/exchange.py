@@ -34,6 +34,9 @@ all_to_all = dist.all_to_all_single
 # Elements of a block of dW over all owners, 128 MiB in float32. Each costs the host five launches, and an update of a
 # part of the weight costs it more than one of the whole: a layer of an 8B Llama is one or two blocks.
 BLOCK_ELEMENTS = 1 << 25
+# With so few ranks, what all of them get goes along with what each gets, copied for each: one collective and not two,
+# with no byte more on the way.
+TOGETHER = 2
 # What tensors are seen as where they are only copied.
 WIDE = torch.complex128
 
@@ -70,7 +73,7 @@ def owned_rows(total: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 class Exchange:
-    """Factors of some layers on their way to the owners of their rows, in two collectives.
+    """Factors of some layers on their way to the owners of their rows, in two collectives, or in one (`TOGETHER`).
 
     The columns of all layers lie beside each other, so that what arrives is a view of what was received.
 
@@ -86,28 +89,58 @@ class Exchange:
         self, dys: Sequence[Tensor], xs: Sequence[Tensor], sources: Sequence[int], most: int, ranks: Ranks
     ) -> None:
         heights, widths = tuple(dy.shape[1] for dy in dys), tuple(x.shape[1] for x in xs)
-        self._layout = _layout(heights, widths, tuple(sources), ranks.shards, ranks.index)
-        self._x = xs[0].new_empty(ranks.size * most, sum(self._layout.columns))
-        self._dy = dys[0].new_empty(ranks.size * most, sum(self._layout.own))
+        self._layout = layout = _layout(heights, widths, tuple(sources), ranks.shards, ranks.index)
+        distinct = [xs[i] for i in layout.distinct]
+        self._dtype = dys[0].dtype
         self._works: list[dist.Work] = []
-        if not most:
+        self._sent: list[Tensor] = []  # kept until the collectives are through: they read them
+        even = layout.even and ranks.size == ranks.shards
+        if even and ranks.size <= TOGETHER and dys[0].dtype == xs[0].dtype:
+            parts = _by_owner([*dys, *distinct], len(dys), ranks.size)
+            self._arrived = [self._to_owners(parts, most, ranks)]
             return
-        distinct = [xs[i] for i in self._layout.distinct]
-        x = _padded(distinct[0] if len(distinct) == 1 else torch.cat(distinct, 1), most).contiguous()
-        sent, counts = _by_owner(dys, most, ranks, self._layout.even)
-        self._works = [
-            all_gather(self._x, x, group=ranks.group, async_op=True),
-            all_to_all(
-                self._dy.view(-1),
+        self._arrived = [
+            self._to_owners(_by_owner(dys, len(dys), ranks.size), most, ranks)
+            if even
+            else self._to_uneven_owners(dys, most, ranks),
+            self._to_all(distinct, most, ranks),
+        ]
+
+    def _to_all(self, xs: Sequence[Tensor], most: int, ranks: Ranks) -> Tensor:
+        x = _padded(xs[0] if len(xs) == 1 else torch.cat(list(xs), 1), most).contiguous()
+        arrived = x.new_empty(ranks.size * most, x.shape[1])
+        if most:
+            self._works.append(all_gather(arrived, x, group=ranks.group, async_op=True))
+            self._sent.append(x)
+        return arrived
+
+    def _to_owners(self, parts: Sequence[Tensor], most: int, ranks: Ranks) -> Tensor:
+        """Of each layer's columns [ranks, tokens, columns], those of each rank."""
+        sent = _padded(torch.cat(list(parts), 2).view(self._dtype), most)
+        return self._exchange(sent.view(-1), [sent[0].numel()] * ranks.size, sent.shape[2], most, ranks)
+
+    def _to_uneven_owners(self, dys: Sequence[Tensor], most: int, ranks: Ranks) -> Tensor:
+        flat = []
+        for rank in range(ranks.size):
+            bounds = [ranks.rows(dy.shape[1], rank % ranks.shards) for dy in dys]
+            columns = [dy[:, first:last] for dy, (first, last) in zip(dys, bounds, strict=True)]
+            flat.append(_padded(torch.cat(columns, 1), most).reshape(-1))
+        return self._exchange(torch.cat(flat), [len(part) for part in flat], sum(self._layout.own), most, ranks)
+
+    def _exchange(self, sent: Tensor, counts: list[int], columns: int, most: int, ranks: Ranks) -> Tensor:
+        arrived = sent.new_empty(ranks.size * most, columns)
+        if most:
+            work = all_to_all(
+                arrived.view(-1),
                 sent,
-                output_split_sizes=[self._dy.numel() // ranks.size] * ranks.size,
+                output_split_sizes=[most * columns] * ranks.size,
                 input_split_sizes=counts,
                 group=ranks.group,
                 async_op=True,
-            ),
-        ]
-        # Kept until the collectives are through: they read them.
-        self._sent: tuple[Tensor, ...] = (x, sent)
+            )
+            self._works.append(work)
+            self._sent.append(sent)
+        return arrived
 
     def wait(self) -> list[Factors]:
         """Of each layer, this rank's columns of dY, and x, over all ranks' tokens.
@@ -116,9 +149,13 @@ class Exchange:
         """
         for work in self._works:
             work.wait()
-        self._sent = ()
-        dys, xs = self._dy.split_with_sizes(self._layout.own, 1), self._x.split_with_sizes(self._layout.columns, 1)
-        return [(dy, xs[place]) for dy, place in zip(dys, self._layout.places, strict=True)]
+        self._sent = []
+        own, columns = self._layout.own, self._layout.columns
+        if len(self._arrived) == 1:
+            parts = self._arrived[0].split_with_sizes(own + columns, 1)
+        else:
+            parts = self._arrived[0].split_with_sizes(own, 1) + self._arrived[1].split_with_sizes(columns, 1)
+        return [(parts[i], parts[len(own) + place]) for i, place in enumerate(self._layout.places)]
 
 
 class _Layout(NamedTuple):
@@ -153,30 +190,26 @@ def _layout(
     )
 
 
-def _by_owner(dys: Sequence[Tensor], most: int, ranks: Ranks, even: bool) -> tuple[Tensor, list[int]]:
-    """The columns of dY that each rank owns of all layers, [most, columns] of rank 0 first; and their numbers."""
-    if ranks.size == ranks.shards and even:
-        sent = _padded(torch.cat(_split_by_owner(dys, ranks.shards), 2).view(dys[0].dtype), most).view(-1)
-        return sent, [len(sent) // ranks.size] * ranks.size
-    flat = []
-    for rank in range(ranks.size):
-        bounds = [ranks.rows(dy.shape[1], rank % ranks.shards) for dy in dys]
-        columns = [dy[:, first:last] for dy, (first, last) in zip(dys, bounds, strict=True)]
-        flat.append(_padded(torch.cat(columns, 1), most).reshape(-1))
-    return torch.cat(flat), [len(part) for part in flat]
+def _by_owner(tensors: Sequence[Tensor], layers: int, ranks: int) -> list[Tensor]:
+    """Views [ranks, tokens, columns], in a wider dtype if possible: they are copied by element.
 
-
-def _split_by_owner(dys: Sequence[Tensor], shards: int) -> list[Tensor]:
-    """Views [shards, tokens, columns of one owner], in a wider dtype if possible: they are copied by element."""
-    size = dys[0].element_size()
+    Args:
+        tensors: dY of each layer, of which every rank gets its columns, and then others, of which each gets all.
+        layers: How many are the former.
+        ranks: How many there are.
+    """
+    size = tensors[0].element_size()
+    shares = [tensor.shape[1] // (ranks if i < layers else 1) for i, tensor in enumerate(tensors)]
     # Numbers of elements that are whole and aligned elements of 16 bytes.
-    counts = [n for dy in dys for n in (dy.shape[1] // shards, dy.stride(0), dy.storage_offset())]
-    aligned = all(n * size % WIDE.itemsize == 0 for n in counts) and all(dy.stride(1) == 1 for dy in dys)
+    counts = chain(shares, *((tensor.stride(0), tensor.storage_offset()) for tensor in tensors))
+    aligned = all(n * size % WIDE.itemsize == 0 for n in counts) and all(tensor.stride(1) == 1 for tensor in tensors)
     parts = []
-    for dy in dys:
-        wide = dy.view(WIDE) if aligned else dy
-        columns, (row, column) = wide.shape[1] // shards, wide.stride()
-        parts.append(wide.as_strided((shards, len(wide), columns), (columns * column, row, column)))
+    for i, tensor in enumerate(tensors):
+        wide = tensor.view(WIDE) if aligned else tensor
+        columns, (row, column) = wide.shape[1], wide.stride()
+        if i < layers:
+            columns //= ranks
+        parts.append(wide.as_strided((ranks, len(wide), columns), (columns * column if i < layers else 0, row, column)))
     return parts
 
 

@@ -66,10 +66,16 @@ def bundled(dtype: torch.dtype, heights: tuple[int, ...]) -> None:
     layers = [factors_of(ranks.index, shape, dtype, TOKENS[ranks.index]) for shape in zip(heights, widths, strict=True)]
     dys, xs = [dy for dy, _ in layers], [layers[source][1] for source in sources]
     alone = [Exchange([dy], [x], [0], max(TOKENS), ranks).wait()[0] for dy, x in zip(dys, xs, strict=True)]
-    together = Exchange(dys, xs, sources, max(TOKENS), ranks).wait()
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
-    assert together[3][1].data_ptr() == together[0][1].data_ptr()
+    few = exchange.TOGETHER
+    for collectives in (2, 1):
+        exchange.TOGETHER = few if collectives == 2 else ranks.size
+        try:
+            together = Exchange(dys, xs, sources, max(TOKENS), ranks).wait()
+        finally:
+            exchange.TOGETHER = few
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+        assert together[3][1].data_ptr() == together[0][1].data_ptr()
 
 
 @pytest.mark.parametrize("heights", [(6, 9, 3, 12, 6), (24, 72, 48, 24, 24), (6, 7, 1, 2, 9)])
