@@ -361,12 +361,9 @@ class ShardedUpdater(Updater):
         codes = not all(isinstance(moment, Dense) for moment in self.storage(slot))
         return codes or self.kernel == "reference" or not slot.weight.is_cuda
 
-    def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
-        update = slot.update
-        if update is None or not self._checked or slot.address != slot.placed:
-            return self._build(slot, coefficient)
-        update.coefficient = coefficient
-        return update
+    @staticmethod
+    def _moved(slot: Slot) -> bool:
+        return slot.address != slot.placed
 
     def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         update = super()._build(slot, coefficient)

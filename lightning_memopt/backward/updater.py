@@ -415,10 +415,15 @@ class Updater(SlotKeeper):
     def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         """The step's update of the slot's parameter, as kernels take it."""
         update = slot.update
-        if update is None or not self._checked or slot.param.data_ptr() != slot.placed:
+        if update is None or not self._checked or self._moved(slot):
             return self._build(slot, coefficient)
         update.scalars, update.key, update.coefficient = slot.scalars, slot.key, coefficient
         return update
+
+    @staticmethod
+    def _moved(slot: Slot) -> bool:
+        """Whether the weight lies elsewhere than when its update was built."""
+        return slot.param.data_ptr() != slot.placed
 
     def _stands(self, slot: Slot) -> bool:
         """Whether the slot's update may serve for several steps."""
