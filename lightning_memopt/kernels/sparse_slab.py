@@ -167,7 +167,7 @@ def call(update: Update, grad: Tensor, first_row: int) -> Call:
         length for kind, length in zip(constants["KINDS"], constants["LENGTHS"], strict=True) if kind == codes.MEAN
     ]
     if any(length < width for length in means):
-        lanes, more = width, 0  # several means in a run are written by the weights of one tile
+        lanes = width  # several means in a run are written by the weights of one tile
     programs = triton.cdiv(count, RUNS)
     constants |= {
         "ALIGNED": not by_rows or columns % SEGMENT == 0,
