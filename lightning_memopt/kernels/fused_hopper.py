@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightning_memopt.kernels import blocks, codes
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
-from lightning_memopt.kernels.hopper_update import CHUNK, HANDED_WARPS, TILE_COLUMNS, TILE_ROWS
+from lightning_memopt.kernels.hopper_update import CHUNK, TILE_COLUMNS, TILE_ROWS
 from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Storage
@@ -30,8 +30,6 @@ STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
 TURNS, TILES = 4, 4
 # Shared memory of a block on Hopper, less what barriers and reductions take.
 SHARED = 227 * 1024 - 2048
-# Of that, what a tile of dW takes that is handed over.
-SHELF = TILE_ROWS * TILE_COLUMNS * 4
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -50,7 +48,6 @@ class Config:
         lag: Chunks that may still be on their way to memory when a slot is filled again.
         group: Height, in tiles, of the bands in which tiles are taken.
         tokens: In a stage.
-        handed: Tiles are handed over to warps that only update (`can_hand_over`), instead of updated where formed.
     """
 
     stages: int
@@ -58,7 +55,6 @@ class Config:
     lag: int
     group: int
     tokens: int = TOKENS
-    handed: bool = False
 
 
 @cache
@@ -94,11 +90,6 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
         and len(x) > 0
         and all(readable(tensor) for tensor in (dy, x, update.weight, *moments))
     )
-
-
-def can_hand_over(update: Update) -> bool:
-    """Whether a configuration may be `handed`: no block shares a moment."""
-    return len(streamed(update)) == len(update.storage)
 
 
 def streamed(update: Update) -> list[Storage]:
@@ -161,8 +152,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         "SLOTS": config.slots,
         "LAG": config.lag,
         "BYTES": CHUNK * CHUNK * bytes_per_weight(update),
-        "HANDED": config.handed,
-        "num_warps": HANDED_WARPS if config.handed else 4,
+        "num_warps": 4,
     }
     programs = min(tile_count, _multiprocessors(dy.device))
     if update.crowded:

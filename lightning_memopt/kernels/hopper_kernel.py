@@ -13,11 +13,6 @@ While one group multiplies, the other updates, so that tensor cores and memory a
 groups use either ring is fixed by two `turn` barriers: a parity wait cannot tell a phase from the one after the next,
 so a group may look at a ring only once the other has seen its own last stage of it.
 
-Long updates of few tokens are better shared by more warps. Then other roles take the place of the consumers:
-
-    products    four warps; the matmul of every tile, whose result they hand over in shared memory
-    updates     eight warps; the update of one tile while the next one is multiplied
-
 Shapes need not be multiples of the tile: TMA reads zeros beyond the edge and writes nothing there.
 """
 
@@ -39,27 +34,18 @@ from lightning_memopt.kernels.hopper_update import (
     CHUNK,
     CHUNKS,
     HALF,
-    HANDED_WARPS,
-    PART,
     QUARTER,
-    SHELF,
     TILE_COLUMNS,
     TILE_ROWS,
-    hand_over,
     read_scales,
     row_sums,
     scale_pointers,
-    update_handed_tile,
     update_tile,
 )
 
 _ROWS, _COLUMNS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS)
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
-_HALF, _QUARTER, _PART, _SHELF = gl.constexpr(HALF), gl.constexpr(QUARTER), gl.constexpr(PART), gl.constexpr(SHELF)
-# A number that one role leaves for another.
-_FLAG = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_WRITER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_READER = gl.constexpr(gl.BlockedLayout([1], [32], [HANDED_WARPS], [0]))
+_HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
 _SURE = gl.constexpr(codes.SURE)
 
@@ -91,12 +77,10 @@ def _operands(dy, x, dy_ring, x_ring, full, empty, down, across, steps, group):
 
 
 @gluon.jit
-def _multiply(acc, i, dy_ring, x_ring, full, empty, steps):
-    """All token steps of one tile, one wgmma in flight; the last one is still running on return.
-
-    What `acc` holds before does not matter.
-    """
+def _multiply(i, dy_ring, x_ring, full, empty, steps):
+    """All token steps of one tile, one wgmma in flight; the last one is still running on return."""
     stages: gl.constexpr = x_ring.type.shape[0]
+    acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
     for t in range(steps):
         stage = i % stages
         mbarrier.wait(full.index(stage), (i // stages) & 1)
@@ -188,8 +172,7 @@ def _consume(
             mask = (existing > r) & (column + k < columns)
             scales = scales + (read_scales(scale_pointers(scale_ptrs, at, shared_c, KINDS), mask, KINDS),)
         mbarrier.wait(turn.index(GROUP), parity)
-        acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
-        acc, i = _multiply(acc, i, dy_ring, x_ring, full, empty, steps)
+        acc, i = _multiply(i, dy_ring, x_ring, full, empty, steps)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
         if factor is not None:
             # While the last products are on their way; earlier, registers would have to be spilled for these.
@@ -230,71 +213,12 @@ def _consume(
         parity ^= 1
 
 
-# --------------------------------------------------------------------------------------------------- products, updates
-@gluon.jit
-def _products(shared, SCALARS: gl.constexpr):
-    """The matmul of every tile of this program, handed over with a flag: whether its update may take the fast path."""
-    dy_ring, x_ring, full, empty, filled, taken, shelf, flag, down, across, steps, row_ptr, nonfinite_ptr = shared
-    stages: gl.constexpr = x_ring.type.shape[0]
-    common, own = tiles.scalars(row_ptr, SCALARS)
-    plain = tiles.is_plain(common)
-    acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
-    i, parity = 0, 1
-    for _ in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        acc, i = _multiply(acc, i, dy_ring, x_ring, full, empty, steps)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
-        small = tiles.small_enough(gl.sum(gl.sum(acc * acc, 1), 0))
-        # 0 * g is NaN for the elements that must be left out, and for no others.
-        if not small:
-            all_finite = gl.sum(gl.sum(acc * 0.0, 1), 0) == 0.0
-            if not all_finite:
-                gl.store(nonfinite_ptr, 1)
-        mbarrier.wait(taken, parity)
-        hand_over(acc, shelf)
-        flag.store(gl.full([1], gl.where(small & plain, 1, 0), gl.int32, _WRITER))
-        mbarrier.arrive(filled, count=1)
-        parity ^= 1
-
-
-@gluon.jit
-def _updates(shared, TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr):
-    """The update of every tile of this program."""
-    filled, taken, shelf, flag, rings, ready, done, down, across, group, rows, columns = shared[:12]
-    offset, row_ptr, key_ptr, scale_ptrs = shared[12:]
-    common, own = tiles.scalars(row_ptr, SCALARS)
-    bend = 0.0
-    if len(KINDS) > 0 and KINDS[0] == _CURVE:
-        bend = tiles.next_scalar(row_ptr, SCALARS)
-    in_chunk = gl.arange(0, _CHUNK, gl.SliceLayout(1, _PART))
-    starts = tiles.spread(in_chunk * columns + offset) + gl.load(key_ptr).to(gl.uint32)
-    e, parity = 0, 0
-    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        tile_row, tile_column = _tile_position(tile, down, across, group)
-        row, column = tile_row * _ROWS, tile_column * _COLUMNS
-        existing = rows - row - in_chunk
-        scale_at = (row + in_chunk) * gl.cdiv(columns, _CHUNK) + tile_column * _ACROSS
-        mbarrier.wait(filled, parity)
-        if gl.max(flag.load(_READER), 0) > 0:
-            update_handed_tile(
-                shelf, e, starts, existing, scale_at, columns, row, column, ready, done, taken, rings, scale_ptrs,
-                common, own, bend, TILE, KINDS, STOCHASTIC, True,
-            )  # fmt: skip
-        else:
-            update_handed_tile(
-                shelf, e, starts, existing, scale_at, columns, row, column, ready, done, taken, rings, scale_ptrs,
-                common, own, bend, TILE, KINDS, STOCHASTIC, False,
-            )  # fmt: skip
-        e += _CHUNKS
-        parity ^= 1
-
-
 @gluon.jit(do_not_specialize=["row_ptr", "key_ptr", "nonfinite_ptr", "rows", "columns", "tokens", "offset", "group"])
 def weight_gradient_update(
     dy, x, w, m0, m1, m2, scale0, scale1, scale2, factor, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,
     TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr, HANDED: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x and take the step of rule `TILE` on weight and moments, in place.
 
@@ -310,7 +234,6 @@ def weight_gradient_update(
         KINDS: Of each moment, as in `kernels.codes`.
         WIDTH: Length of the blocks that share a second moment: 64 or 128.
         BYTES: Of one chunk of weight and moments.
-        HANDED: Products are handed over to updates; for rules whose moments no block shares.
     """
     # The second moment is the only one that may be shared.
     moments: gl.constexpr = 1 if len(KINDS) > 1 and KINDS[1] == _MEAN else len(KINDS)
@@ -345,42 +268,17 @@ def weight_gradient_update(
     fence_async_shared()
     down, across = gl.cdiv(rows, _ROWS), gl.cdiv(columns, _COLUMNS)
     steps = gl.cdiv(tokens, x.block_type.shape[0])
-    scales = (scale0, scale1, scale2)
-    operands = (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)
-    if HANDED:
-        gl.static_assert(factor is None and (len(KINDS) < 2 or KINDS[1] != _MEAN), "not for moments that blocks share")
-        shelf = gl.allocate_shared_memory(gl.float32, [_CHUNKS, _CHUNK, _CHUNK], _SHELF)
-        flag = gl.allocate_shared_memory(gl.int32, [1], _FLAG)
-        filled, taken = turn.index(0), turn.index(1)
-        products = (
-            dy_ring, x_ring, full, empty, filled, taken, shelf, flag, down, across, steps, row_ptr, nonfinite_ptr,
-        )  # fmt: skip
-        updates = (
-            filled, taken, shelf, flag, rings, ready, done, down, across, group, rows, columns,
-            offset, row_ptr, key_ptr, scales,
-        )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (_updates, (updates, TILE, SCALARS, KINDS, STOCHASTIC)),
-                (_products, (products, SCALARS)),
-                (_operands, operands),
-                (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
-            ],
-            [4, 1, 1],
-            [184, 40, 40],
-        )
-    else:
-        shared = (
-            dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn, down, across, steps, group,
-            rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scales, factor,
-        )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
-                (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
-                (_operands, operands),
-                (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
-            ],
-            [4, 1, 1],
-            [232, 40, 40],
-        )
+    shared = (
+        dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn, down, across, steps, group,
+        rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, (scale0, scale1, scale2), factor,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
+            (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
+            (_operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
+            (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )

@@ -1,8 +1,7 @@
 # mypy: ignore-errors
 # Device code, whose types are Triton's.
-"""The update of a tile of dW, for `kernels.fused_hopper`.
+"""The update of a tile of dW that lies in the registers of a group of four warps, for `kernels.fused_hopper`.
 
-The tile lies in the registers of the four warps that formed it, or was handed over to eight others in shared memory.
 Weight and moments come and go through shared memory a chunk at a time; scales of coded moments and moments that a block
 shares are read and written directly, as they are few.
 """
@@ -23,14 +22,9 @@ CHUNKS = TILE_ROWS // CHUNK * ACROSS
 # How a tile and its upper and lower half lie in the registers, and its quarter, which is a chunk.
 HALF = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_COLUMNS, 16])
 QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-# How a tile that is handed over lies in shared memory, chunk by chunk, and a chunk of it in the registers of the warps
-# that update it: neighbours together, so that codes are moved 16 at a time.
-HANDED_WARPS = 8
-SHELF = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-PART = gl.BlockedLayout([1, 16], [32 * 16 // CHUNK, CHUNK // 16], [HANDED_WARPS, 1], [1, 0])
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
 _COLUMNS = gl.constexpr(TILE_COLUMNS)
-_HALF, _QUARTER, _PART = gl.constexpr(HALF), gl.constexpr(QUARTER), gl.constexpr(PART)
+_HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _SLOW, _SIGNED, _POSITIVE = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED), gl.constexpr(codes.POSITIVE)
 _MEAN, _LIMIT = gl.constexpr(codes.MEAN), gl.constexpr(codes.LIMIT)
 
@@ -106,18 +100,18 @@ def _to_float(stored):
 
 
 @gluon.jit
-def _random_bits(sums, layout: gl.constexpr):
+def _random_bits(sums):
     """One hash for two neighbours, of which `sums` has the sum of spreads and the key; see `kernels.rounding`."""
     even, odd = sums.reshape([_CHUNK, _CHUNK // 2, 2]).split()
     random = tiles.mix(even)
     both = gl.join(random, tiles.turned(random)).reshape([_CHUNK, _CHUNK])
-    return gl.convert_layout(both, layout, assert_trivial=True)
+    return gl.convert_layout(both, _QUARTER, assert_trivial=True)
 
 
 @gluon.jit
-def _load(part, scale, bend, layout: gl.constexpr, KIND: gl.constexpr):
+def _load(part, scale, bend, KIND: gl.constexpr):
     """A chunk of a moment, and its unit."""
-    stored = part.load(layout)
+    stored = part.load(_QUARTER)
     if KIND >= _SIGNED:
         return codes.decode(stored, bend, KIND), codes.unit(scale, KIND)[:, None]
     else:
@@ -145,7 +139,7 @@ def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTI
 @gluon.jit
 def _update_chunk(
     raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, factors, rings, common, own, bend,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr, layout: gl.constexpr,
+    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on a chunk of weight and moments, in place in shared memory.
 
@@ -160,22 +154,21 @@ def _update_chunk(
         start: What a row contributes to the random bits.
         factors: Of the chunk's columns, or 1.
         PLAIN: The gradient is finite and neither clipped by value nor coupled to the weight, as is nearly always so.
-        layout: How the chunk of dW lies in registers.
     """
     moments: gl.constexpr = len(KINDS)
     SHARED: gl.constexpr = moments > 1 and KINDS[1] == _MEAN
-    old = _to_float(rings[0].index(slot).load(layout))
+    old = _to_float(rings[0].index(slot).load(_QUARTER))
     # The moments a rule does not have are never looked at; the gradient stands in for them.
     old0, old1, old2 = raw, raw, raw
     unit, unit2, unit_m0, unit_m1, unit_m2 = 1.0, 1.0, 1.0, 1.0, 1.0
     if moments > 0:
-        old0, unit_m0 = _load(rings[1].index(slot), scales[0], bend, layout, KINDS[0])
+        old0, unit_m0 = _load(rings[1].index(slot), scales[0], bend, KINDS[0])
     if SHARED:
         old1 = scales[1][:, None]
     elif moments > 1:
-        old1, unit_m1 = _load(rings[2].index(slot), scales[1], bend, layout, KINDS[1])
+        old1, unit_m1 = _load(rings[2].index(slot), scales[1], bend, KINDS[1])
     if moments > 2:
-        old2, unit_m2 = _load(rings[3].index(slot), scales[2], bend, layout, KINDS[2])
+        old2, unit_m2 = _load(rings[3].index(slot), scales[2], bend, KINDS[2])
     if PLAIN:
         w, g, unit, unit2 = old * common[3], raw, common[0], common[0] * common[0]
     elif SHARED:
@@ -194,8 +187,8 @@ def _update_chunk(
         m0 = gl.where(keep, m0, old0 * unit_m0)
         m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1 * unit_m1)
         m2 = gl.where(keep, m2, old2 * unit_m2)
-    in_row = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
-    random = _random_bits(start[:, None] + tiles.spread(in_row)[None, :], layout)
+    in_row = gl.arange(0, _CHUNK, gl.SliceLayout(0, _QUARTER))
+    random = _random_bits(start[:, None] + tiles.spread(in_row)[None, :])
     if STOCHASTIC and rings[0].dtype == gl.bfloat16:
         rings[0].index(slot).store(tiles.round_bf16(w, tiles.high_bits(random)))
     else:
@@ -293,7 +286,8 @@ def update_tile(
                 own_factors = _factors(factor, column + k, columns, _QUARTER, _CHUNK)
         _update_chunk(
             x0, slot, s0, mean, count, pointers, mask, mask & (k % WIDTH == 0), start, own_factors, rings,
-            common, own, bend, TILE, KINDS, STOCHASTIC, PLAIN, _QUARTER,
+            common, own, bend,
+            TILE, KINDS, STOCHASTIC, PLAIN,
         )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(done.index(slot), count=1)
@@ -301,57 +295,4 @@ def update_tile(
         s0, s1, s2 = s1, s2, s3
         t0, t1, t2 = t1, t2, t3
         n0, n1, n2 = n1, n2, n3
-        e += 1
-
-
-# ------------------------------------------------------------------------------------------------------- handed over
-@gluon.jit
-def hand_over(acc, shelf):
-    """Put a tile of dW into shared memory, as chunks."""
-    chunks = quarters(acc)
-    for c in gl.static_range(_CHUNKS):
-        shelf.index(c).store(chunks[c])
-
-
-@gluon.jit
-def _scales_of_chunk(c, scale_ptrs, existing, scale_at, columns, column, KINDS: gl.constexpr):
-    """Of each moment, pointers to the scales of a tile's chunk `c`; and which of its rows exist."""
-    r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
-    at = scale_at + (r * gl.cdiv(columns, _CHUNK) + k // _CHUNK)
-    return scale_pointers(scale_ptrs, at, at, KINDS), (existing > r) & (column + k < columns) & (c < _CHUNKS)
-
-
-@gluon.jit
-def update_handed_tile(
-    shelf, e, starts, existing, scale_at, columns, row, column, ready, done, taken, rings, scale_ptrs,
-    common, own, bend,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
-):  # fmt: skip
-    """One step on the tile on the shelf, for rules whose moments no block shares; as `update_tile` otherwise.
-
-    Args:
-        taken: Barrier that tells that the shelf may be filled again.
-    """
-    slots: gl.constexpr = rings[0].type.shape[0]
-    pointers, mask = _scales_of_chunk(0, scale_ptrs, existing, scale_at, columns, column, KINDS)
-    scales = read_scales(pointers, mask, KINDS)
-    for c in range(_CHUNKS):
-        slot = e % slots
-        r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
-        start = starts + tiles.spread((row + r) * columns + column + k)
-        own_scales = scales
-        # Those of the next chunk, so that they are there in time.
-        later, exist = _scales_of_chunk(c + 1, scale_ptrs, existing, scale_at, columns, column, KINDS)
-        scales = read_scales(later, exist, KINDS)
-        raw = shelf.index(c).load(_PART)
-        mbarrier.wait(ready.index(slot), (e // slots) & 1)
-        if c == _CHUNKS - 1:
-            mbarrier.arrive(taken, count=1)
-        pointers, mask = _scales_of_chunk(c, scale_ptrs, existing, scale_at, columns, column, KINDS)
-        _update_chunk(
-            raw, slot, own_scales, existing, existing, pointers, mask, mask, start, 1.0, rings,
-            common, own, bend, TILE, KINDS, STOCHASTIC, PLAIN, _PART,
-        )  # fmt: skip
-        fence_async_shared()
-        mbarrier.arrive(done.index(slot), count=1)
         e += 1

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.fused_hopper import (
-    SHARED,
-    SHELF,
-    STAGE,
-    TOKENS,
-    Config,
-    bytes_per_weight,
-    can_hand_over,
-)
+from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, TOKENS, Config, bytes_per_weight
 from lightning_memopt.kernels.hopper_update import CHUNK
 from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
@@ -59,12 +51,8 @@ def _prefers_two_pass(update: Update, tokens: int) -> bool:
 
     Larger ones would need several slabs, whose launches cost more than that gains.
     """
-    return _is_long(update) and tokens <= FEW and update.weight.numel() <= GPU_SLAB_ELEMENTS
-
-
-def _is_long(update: Update) -> bool:
-    """Whether the update takes more instructions than any other: both moments are coded."""
-    return any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
+    coded = any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
+    return coded and tokens <= FEW and update.weight.numel() <= GPU_SLAB_ELEMENTS
 
 
 def default(update: Update, tokens: int) -> Config:
@@ -74,12 +62,11 @@ def default(update: Update, tokens: int) -> Config:
         group = 8 if columns >= 2 * rows else 1
     else:
         group = 4 if tokens > 4 * FEW and len(update.storage) > 0 else 2
-    handed = _is_long(update) and tokens <= 4 * FEW
-    return _table(bytes_per_weight(update), tokens <= FEW, group, handed)
+    return _table(bytes_per_weight(update), tokens <= FEW, group)
 
 
 @cache
-def _table(size: int, few: bool, group: int, handed: bool) -> Config:
+def _table(size: int, few: bool, group: int) -> Config:
     """The configuration for `size` bytes of weight and moments.
 
     At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
@@ -87,13 +74,7 @@ def _table(size: int, few: bool, group: int, handed: bool) -> Config:
 
     Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which pays in step
     with the moments that are moved meanwhile, and those of wide layers, of which every row of tiles reads all of x.
-
-    A long update is handed over to more warps, where few tokens leave the matmul no time to hide it.
     """
-    if handed:
-        fitting = _fitting(size, handed)
-        stages = 3 if few else max(fitting)
-        return Config(stages, fitting[stages], 0, group, handed=True)
     fitting = _fitting(size)
     for stages in sorted(fitting, reverse=True):
         slots = fitting[stages]
@@ -112,9 +93,8 @@ def candidates(update: Update, tokens: int) -> list[Config]:
     """Configurations of the Hopper kernel worth a try, the table's first."""
     first = default(update, tokens)
     others = [
-        Config(stages, slots, lag, group, handed=handed)
-        for handed in (False, True)[: 1 + can_hand_over(update)]
-        for stages, slots in _fitting(bytes_per_weight(update), handed).items()
+        Config(stages, slots, lag, group)
+        for stages, slots in _fitting(bytes_per_weight(update)).items()
         for lag in range(min(2, slots - 1))
         for group in (1, 2, 4, 8)
     ]
@@ -122,10 +102,9 @@ def candidates(update: Update, tokens: int) -> list[Config]:
     return [first, *(config for config in others if config != first)]
 
 
-def _fitting(size: int, handed: bool = False) -> dict[int, int]:
+def _fitting(size: int) -> dict[int, int]:
     """How many chunks fit beside a number of operand stages, for numbers that leave room for two; eight are enough."""
-    room = SHARED - SHELF * handed
-    slots = {stages: (room - stages * STAGE) // (CHUNK**2 * size) for stages in range(3, 7)}
+    slots = {stages: (SHARED - stages * STAGE) // (CHUNK**2 * size) for stages in range(3, 7)}
     return {stages: min(8, count) for stages, count in slots.items() if count >= 2}
 
 
