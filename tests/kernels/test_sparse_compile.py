@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kernel_cases import INTERPRETED
+import torch
+from kernel_cases import BF16, INTERPRETED, make_update
+from sparse_cases import sparsify
 
 from lightning_memopt.sparsity.bits import SEGMENT
 
@@ -90,3 +92,28 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     assert int(stack) <= 32, usage
     assert compiled.metadata.shared <= 99 * 1024
+
+
+def test_the_constants_of_a_run_with_several_means_compile() -> None:
+    """Where all of a run is in one tile, the branch with a second one is compiled all the same."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_memopt.kernels import sparse_arguments, sparse_slab
+
+    update = make_update("gefen-64", (10, 700), "cpu", BF16)
+    update = sparsify(update, torch.ones(10, 700, dtype=torch.bool), density=1.0)
+    assert update.active is not None
+    update.active.ages.table = sparse_arguments.ages_table(update)
+    call = sparse_slab.call(update, torch.zeros(10, 700), 0)
+    assert call.constants["WIDTH"] > min(call.constants["LENGTHS"])
+    signature = OPERANDS["slab_update"] | {
+        "w": "*bf16", "values": ("*u8", "*fp32"), "scales": ("*bf16", "*fp32"), "bits": "*u8", "index": "*i32",
+        "cohort": "*u8", "ages": "*fp32", "row": "*fp32", "key": "*i32", "nonfinite": "*i32", "offset": "i32",
+    }  # fmt: skip
+    constants = {name: call.constants[name] for name in call.function.arg_names if name in call.constants}
+    types = {name: "constexpr" if name in constants else signature[name] for name in call.function.arg_names}
+    fixed = {(call.function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(call.function, types, fixed)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert compiled.asm["cubin"]
