@@ -90,7 +90,8 @@ def test_compiles_without_spilling_tiles(name, moments, width, capability, tmp_p
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     (stack,) = re.findall(r"STACK:(\d+)", usage)
-    assert int(stack) <= 32, usage
+    # Held down to few registers, Triton 3.7 leaves up to 16 of them on the stack, 3.6 up to 8.
+    assert int(stack) <= (64 if "maxnreg" in options else 32), usage
     assert compiled.metadata.shared <= 99 * 1024
 
 
