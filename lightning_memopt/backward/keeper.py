@@ -95,18 +95,15 @@ class SlotKeeper:
         """Undo `attach`; weights and optimizer states stay."""
         remove(self._modules)
         for slot in self.slots.values():
-            if slot.handle is not None:
-                slot.handle.remove()
-            if getattr(slot.leaf, SLOT, None) is slot:
-                delattr(slot.leaf, SLOT)
+            _release(slot)
         self.slots.clear()
         self._known.clear()
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Take in the optimizer's trainable parameters, also those added or unfrozen since the last step."""
+        """Take in the optimizer's trainable parameters, also those added or unfrozen since, and let go of others."""
         rule = rule_for(optimizer)
         known = self._known.pop(optimizer, [])
-        groups, new = [], False
+        groups, new = [], len(known) > len(optimizer.param_groups)
         for i, group in enumerate(optimizer.param_groups):
             rule.check(group)
             if i >= len(known) or not known[i].is_still(group):
@@ -117,7 +114,20 @@ class SlotKeeper:
                 groups.append(known[i])
         self._known[optimizer] = groups
         if new:
+            listed = {param for group in optimizer.param_groups for param in group["params"]}
+            for slot in self._slots_of(optimizer):
+                if slot.param not in listed:
+                    self._let_go(slot)
             self._choose_small()
+
+    def _let_go(self, slot: Slot) -> None:
+        """The optimizer has the parameter no longer."""
+        _release(self.slots.pop(slot.param))
+
+    def _changed(self, optimizer: Optimizer) -> bool:
+        """Whether there is anything to adopt."""
+        known, groups = self._known.get(optimizer, []), optimizer.param_groups
+        return len(known) != len(groups) or not all(map(_KnownGroup.is_still, known, groups))
 
     def _choose_small(self) -> None:
         """Choose the parameters whose gradients wait to be used together."""
@@ -279,6 +289,14 @@ class SlotKeeper:
         if slot.sparse is not None:
             return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
         return slot.rule.storage(param, group, dtype)
+
+
+def _release(slot: Slot) -> None:
+    """Leave the slot's parameter to autograd and whoever steps it."""
+    if slot.handle is not None:
+        slot.handle.remove()
+    if getattr(slot.leaf, SLOT, None) is slot:
+        delattr(slot.leaf, SLOT)
 
 
 def by_device(slots: Iterable[Slot]) -> dict[torch.device, list[Slot]]:

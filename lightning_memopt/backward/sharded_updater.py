@@ -122,6 +122,12 @@ class ShardedUpdater(Updater):
             self, name, param, optimizer, group, rule, unsharded[0], self.ranks, len(self.slots), unsharded[1]
         )
 
+    def _let_go(self, slot: Slot) -> None:
+        """Refused, as ranks speak of parameters by number."""
+        raise UnsupportedError(
+            f"{slot.name} was taken out of its optimizer. Freeze it instead: parameter.requires_grad_(False)."
+        )
+
     def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
         """Make DTensors of those entries that are of this rank's rows, sharded like the parameter.
 

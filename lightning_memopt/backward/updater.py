@@ -98,6 +98,7 @@ class Updater(SlotKeeper):
         self._batches = Batches()
         self._standing: dict[Optimizer, Standing] = {}
         self._checked = False
+        self._read: list[Any] = []
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
@@ -131,6 +132,25 @@ class Updater(SlotKeeper):
         if self._stepping is not None:
             raise UpdateError("a fused step is already open; close it before opening another one.")
         self.reports.poll()
+        self._stepping, self._step = optimizer, step
+        self._deferred = deferred or clip.norm is not None
+        complete = False
+        try:
+            self._ready_for(optimizer, clip)
+            yield
+            self.finish()
+            complete = True
+        finally:
+            self._count()
+            mine = self._slots_of(optimizer)
+            self._broken |= not complete and any(slot.updated for slot in mine)
+            self._watch_flags(mine)
+            for slot in mine:
+                slot.clear()
+            self._stepping, self._deferred = None, False
+
+    def _ready_for(self, optimizer: Optimizer, clip: Clip) -> None:
+        """Read the optimizer's groups and states for a step."""
         self._adopt(optimizer)
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
@@ -140,21 +160,38 @@ class Updater(SlotKeeper):
                 self._fill_state(slot)
         rule_for(optimizer).settle_all(states)
         self._note_storages()
-        self._stepping, self._step = optimizer, step
-        self._deferred = deferred or clip.norm is not None
         self._set_clip(clip)
-        complete = False
-        try:
-            yield
-            self.finish()
-            complete = True
-        finally:
-            self._count()
-            self._broken |= not complete and any(slot.updated for slot in mine)
-            self._watch_flags(mine)
-            for slot in mine:
-                slot.clear()
-            self._stepping, self._deferred = None, False
+        self._read = self._facts(optimizer)
+
+    def _follow(self) -> None:
+        """Read groups and states again if they were changed since: by `training_step`, or a hook before the backward.
+
+        Raises:
+            UpdateError: It is too late, or a CUDA graph is being captured, which would hold what was read for good.
+        """
+        assert self._stepping is not None
+        if not self._changed(self._stepping) and self._facts(self._stepping) == self._read:
+            return
+        if any(slot.updated for slot in self._slots_of(self._stepping)):
+            raise UpdateError(
+                "the optimizer's groups or states were changed between two backward passes of one fused step, of which "
+                "the first has updated weights already. Change them before the first."
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UpdateError(
+                "the optimizer's groups or states were changed in the training step, whose Python a captured step does "
+                "not run again. Change them in a callback between steps, or leave cuda_graph out."
+            )
+        self._ready_for(self._stepping, self._clip)
+
+    @staticmethod
+    def _facts(optimizer: Optimizer) -> list[Any]:
+        """Learning rates and step counts, which change with every step and need no parameter to be taken in anew."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        counts = [state.get("step") for state in optimizer.state.values()]
+        # In-place changes of one count show in the version of all, as they are parts of one tensor.
+        seen = [(id(x), x._version) if isinstance(x, Tensor) else x for x in (*rates, *counts[:1])]
+        return [seen, *map(id, counts)]
 
     @property
     def stepping(self) -> bool:
@@ -221,6 +258,7 @@ class Updater(SlotKeeper):
         self._task = engine.current_pass()
         if self._stepping is None:
             return
+        self._follow()
         if not self._deferred:
             self._check_updates()
         small = [slot for slot in self._slots_of(self._stepping) if slot.small]
@@ -244,11 +282,12 @@ class Updater(SlotKeeper):
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.
 
         False for `autograd.grad`, ``backward(inputs=...)`` without this weight, double backward, another optimizer's
-        step, and a weight with gradient hooks of the user's, which must see a gradient.
+        step, a weight with gradient hooks of the user's, which must see a gradient, and one that was frozen since it
+        was used.
         """
         if not self._owns(slot) or slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
             return False
-        return engine.will_run(slot.node)
+        return slot.leaf.requires_grad and engine.will_run(slot.node)
 
     def _owns(self, slot: Slot) -> bool:
         mine = slot.optimizer is self._stepping if self._stepping is not None else self.queueing

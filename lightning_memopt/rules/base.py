@@ -118,6 +118,8 @@ class Rule:
         """
         base = _base_of(states) if "step" in self.counts else None
         settled = base is not None and base.dtype == torch.float32 and base.is_cpu
+        # States may have been exchanged between parameters, and their counts with them.
+        settled = settled and [state["step"].storage_offset() for state in states] == list(range(len(states)))
         if settled and len(self.counts) == 1:
             return
         for state in states:

@@ -1,0 +1,201 @@
+"""What code does to an optimizer between the beginning of a step and its backward pass holds for that step.
+
+A plain optimizer reads its groups and states after the backward pass, a fused one before. In between come
+`training_step` and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import OPTIMIZERS, Module, assert_equal_runs, square_loss, vectors
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memopt.backward import keeper
+from lightning_memopt.backward.updater import Updater
+from lightning_memopt.errors import UpdateError
+
+Change = Callable[[Any, Any], None]
+
+
+class Net(nn.Module):
+    """A linear layer, and two vectors of which one is used in every third step only, so that counts differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.seldom = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.linear(x) * self.scale
+        return x if self.calls % 3 else x + self.seldom
+
+
+def edit_options(net: Net, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] * 0.5, weight_decay=0.3, betas=(0.8, 0.95))
+
+
+def fill_rate(net: Net, optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(1e-3, dtype=torch.float64)
+    group["lr"].mul_(2.0)
+
+
+def new_group(net: Net, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 1e-3}
+
+
+def split_group(net: Net, optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    if len(optimizer.param_groups) == 1:
+        group["params"] = [param for param in group["params"] if param is not net.scale]
+        optimizer.add_param_group({"params": [net.scale], "lr": 1e-4})
+
+
+def take_out(net: Net, optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = [param for param in group["params"] if param is not net.scale]
+
+
+def take_out_group(net: Net, optimizer: Optimizer) -> None:
+    split_group(net, optimizer)
+    if optimizer.state[net.scale]["step"] > 5:
+        del optimizer.param_groups[1:]
+
+
+def clear(net: Net, optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def clear_one(net: Net, optimizer: Optimizer) -> None:
+    del optimizer.state[net.scale]
+
+
+def replace_count(net: Net, optimizer: Optimizer) -> None:
+    optimizer.state[net.scale]["step"] = optimizer.state[net.scale]["step"] + 5
+
+
+def add_to_count(net: Net, optimizer: Optimizer) -> None:
+    optimizer.state[net.scale]["step"].add_(5)
+
+
+def exchange_states(net: Net, optimizer: Optimizer) -> None:
+    state = optimizer.state
+    state[net.scale], state[net.seldom] = state[net.seldom], state[net.scale]
+
+
+def freeze(net: Net, optimizer: Optimizer) -> None:
+    net.linear.requires_grad_(not net.linear.weight.requires_grad)
+
+
+CHANGES: list[Change] = [
+    edit_options,
+    fill_rate,
+    new_group,
+    split_group,
+    take_out,
+    take_out_group,
+    clear,
+    clear_one,
+    replace_count,
+    add_to_count,
+    exchange_states,
+    freeze,
+]
+HOOKS = ["on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward"]
+
+
+class Changed(Module):
+    """Makes the change in two steps, each at the same place."""
+
+    def __init__(self, change: Change, hook: str) -> None:
+        super().__init__(Net, OPTIMIZERS["adam"], square_loss)
+        self.change, self.hook = change, hook
+
+    def at(self, hook: str) -> None:
+        if hook == self.hook and self.global_step in (4, 8):
+            self.change(self.net, self.trainer.optimizers[0])
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.at("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.at("on_before_zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.at("on_before_backward")
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_before_the_backward_pass_is_followed(change: Change, hook: str, clip: float | None) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": clip, "precision": "64-true", "max_steps": 12}
+    assert_equal_runs(partial(Changed, change, hook), 1e-11, vectors, **options)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_unfreezing_in_the_step(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not small:
+        monkeypatch.setattr(keeper, "SMALL", 0)
+
+    class Unfreezes(Module):
+        def __init__(self) -> None:
+            super().__init__(Net, OPTIMIZERS["adam"], square_loss)
+            self.net.linear.requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.net.linear.requires_grad_(batch_idx >= 3)
+            return super().training_step(batch, batch_idx)
+
+    _, fused = assert_equal_runs(Unfreezes, 1e-11, vectors, precision="64-true", max_steps=6)
+    assert float(fused.optimizer.state[fused.module.net.linear.weight]["step"]) == 3
+
+
+def test_a_hook_of_the_optimizer_sets_the_rate() -> None:
+    class Halves(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(lambda optimizer, *_: edit_options(self.net, optimizer))
+            return optimizer
+
+    assert_equal_runs(partial(Halves, Net, OPTIMIZERS["adam"], square_loss), 1e-11, vectors, precision="64-true")
+
+
+def test_a_parameter_that_was_taken_out_is_plain() -> None:
+    class TakesOut(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                take_out(pl_module.net, trainer.optimizers[0])
+                self.before = pl_module.net.scale.detach().clone()
+
+    callbacks: list[TakesOut] = []
+    make = partial(Module, Net, OPTIMIZERS["adam"], square_loss)
+    _, fused = assert_equal_runs(make, 1e-6, vectors, lambda: [callbacks.append(c := TakesOut()) or c], max_steps=4)
+    assert torch.equal(fused.module.net.scale, callbacks[-1].before)
+    assert fused.module.net.scale.grad is not None
+
+
+def test_a_change_after_a_first_update_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    updater.attach(net, [optimizer])
+    with pytest.raises(UpdateError, match="between two backward passes"), updater.armed(optimizer, 0):
+        for param in (net.scale, net.seldom):
+            loss = param.sum()
+            with updater.backward(loss, queue=False):
+                loss.backward()
+            optimizer.param_groups[0]["lr"] = 0.5
