@@ -132,11 +132,12 @@ class Updater(SlotKeeper):
         if self._stepping is not None:
             raise UpdateError("a fused step is already open; close it before opening another one.")
         self.reports.poll()
+        self._ready_for(optimizer)
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
+        self._set_clip(clip)
         complete = False
         try:
-            self._ready_for(optimizer, clip)
             yield
             self.finish()
             complete = True
@@ -149,8 +150,8 @@ class Updater(SlotKeeper):
                 slot.clear()
             self._stepping, self._deferred = None, False
 
-    def _ready_for(self, optimizer: Optimizer, clip: Clip) -> None:
-        """Read the optimizer's groups and states for a step."""
+    def _ready_for(self, optimizer: Optimizer) -> None:
+        """Take in the optimizer's groups and states for a step."""
         self._adopt(optimizer)
         rule_for(optimizer).prepare(optimizer)
         mine = self._slots_of(optimizer)
@@ -160,7 +161,6 @@ class Updater(SlotKeeper):
                 self._fill_state(slot)
         rule_for(optimizer).settle_all(states)
         self._note_storages()
-        self._set_clip(clip)
         self._read = self._facts(optimizer)
 
     def _follow(self) -> None:
@@ -182,7 +182,8 @@ class Updater(SlotKeeper):
                 "the optimizer's groups or states were changed in the training step, whose Python a captured step does "
                 "not run again. Change them in a callback between steps, or leave cuda_graph out."
             )
-        self._ready_for(self._stepping, self._clip)
+        self._ready_for(self._stepping)
+        self._set_clip(self._clip)
 
     @staticmethod
     def _facts(optimizer: Optimizer) -> list[Any]:
