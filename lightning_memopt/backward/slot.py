@@ -203,8 +203,7 @@ class Slot:
             grad, self.grad = self.grad, None
         else:
             self.param.grad = None
-        if grad is not None and grad.layout != torch.strided:
-            raise UpdateError(f"{self.name} has a sparse gradient; build its layer with sparse=False.")
+        check_strided(self.name, grad)
         return grad
 
     def take_pair(self) -> Factors | None:
@@ -304,6 +303,16 @@ def count_updates(slots: Sequence[Slot]) -> None:
     """Count an update of each: all of a rule's at once, as that takes the host a fraction of the time."""
     for rule in {slot.rule for slot in slots}:
         rule.advance_all([(slot.group, slot.state) for slot in slots if slot.rule is rule])
+
+
+def check_strided(name: str, grad: Tensor | None) -> None:
+    """See to it that what autograd stored of a weight's gradient, if anything, is no sparse tensor.
+
+    Raises:
+        UpdateError: It is one.
+    """
+    if grad is not None and grad.layout != torch.strided:
+        raise UpdateError(f"{name} has a sparse gradient; build its layer with sparse=False.")
 
 
 def check_unchanged(name: str, x: Tensor, version: int) -> None:

@@ -36,7 +36,7 @@ from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_no
 from lightning_memopt.backward.keeper import SlotKeeper, by_device
 from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
 from lightning_memopt.backward.scalars import StepScalars
-from lightning_memopt.backward.slot import Slot, count_updates
+from lightning_memopt.backward.slot import Slot, check_strided, count_updates
 from lightning_memopt.backward.standing import Standing
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import (
@@ -426,8 +426,7 @@ class Updater(SlotKeeper):
         accumulated = slot.sparse is not None and slot.sparse.stored is not None
         if not factors and grad is None and not accumulated:
             return
-        if grad is not None and grad.layout != torch.strided:
-            raise UpdateError(f"{slot.name} has a sparse gradient; build its layer with sparse=False.")
+        check_strided(slot.name, grad)
         update = self._begin(slot, coefficient)
         finite = self._sound(slot, factors, grad) and self._apply(update, factors, grad)
         self._settle(slot, finite)

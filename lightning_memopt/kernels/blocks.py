@@ -29,8 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 # The longest blocks that may share a second moment: a tile of the fused kernel is as wide.
 WIDEST = 128
 
-_SLOW, _SIGNED, _POSITIVE = tl.constexpr(codes.SLOW), tl.constexpr(codes.SIGNED), tl.constexpr(codes.POSITIVE)
-_CURVE, _MEAN = tl.constexpr(codes.CURVE), tl.constexpr(codes.MEAN)
+_SLOW, _CURVE, _MEAN = tl.constexpr(codes.SLOW), tl.constexpr(codes.CURVE), tl.constexpr(codes.MEAN)
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -124,13 +123,7 @@ def store(
         # Lanes that are no weights hold at most the smallest live value, so they need no mask here.
         block_scale = codes.block_scale(largest(x, LENGTH))
         scale = spread(block_scale, WIDTH, LENGTH)
-        if KIND == _SIGNED:
-            code = codes.encode_signed(x, scale)
-        elif KIND == _POSITIVE:
-            code = codes.encode_positive(x, scale, random, STOCHASTIC)
-        else:
-            code = codes.encode_curve(x, scale, bend)
-        tl.store(values + at, code, mask=valid)
+        tl.store(values + at, codes.encode(x, scale, random, bend, KIND, STOCHASTIC), mask=valid)
         index, exists, size = _blocks(place, WIDTH, LENGTH)
         tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
 

@@ -148,6 +148,17 @@ def encode_positive(x, scale, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def encode(x, scale, random, bend, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The uint8 tile of codes of x, |x| <= scale, that `decode` takes; `STOCHASTIC` is for positive ones."""
+    if KIND == _SIGNED:
+        return encode_signed(x, scale)
+    elif KIND == _POSITIVE:
+        return encode_positive(x, scale, random, STOCHASTIC)
+    else:
+        return encode_curve(x, scale, bend)
+
+
+@triton.jit
 def below_limit(g):
     """Which gradient elements a shared second moment can take: `finite`, and squares that do not overflow its sum."""
     return tl.abs(g) < _LIMIT

@@ -25,7 +25,7 @@ QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
 _COLUMNS = gl.constexpr(TILE_COLUMNS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
-_SLOW, _SIGNED, _POSITIVE = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED), gl.constexpr(codes.POSITIVE)
+_SLOW, _SIGNED = gl.constexpr(codes.SLOW), gl.constexpr(codes.SIGNED)
 _MEAN, _LIMIT = gl.constexpr(codes.MEAN), gl.constexpr(codes.LIMIT)
 
 
@@ -124,12 +124,7 @@ def _store(part, x, random, bend, scale_ptr, mask, KIND: gl.constexpr, STOCHASTI
     if KIND >= _SIGNED:
         scale = codes.block_scale(gl.max(gl.abs(x), 1))
         gl.store(scale_ptr, scale.to(scale_ptr.dtype.element_ty), mask=mask)
-        if KIND == _SIGNED:
-            part.store(codes.encode_signed(x, scale[:, None]))
-        elif KIND == _POSITIVE:
-            part.store(codes.encode_positive(x, scale[:, None], random, STOCHASTIC))
-        else:
-            part.store(codes.encode_curve(x, scale[:, None], bend))
+        part.store(codes.encode(x, scale[:, None], random, bend, KIND, STOCHASTIC))
     elif KIND == _SLOW and STOCHASTIC and part.dtype == gl.bfloat16:
         part.store(tiles.round_bf16(x, tiles.low_bits(random)))
     else:

@@ -170,13 +170,7 @@ def _store(
         for i in tl.static_range(len(largest)):
             scale = scale + (codes.block_scale(largest[i]),)  # type: ignore[assignment]
         scale = spread(scale, place[3], LENGTH)
-        if KIND == _SIGNED:
-            code = codes.encode_signed(x, scale)
-        elif KIND == _POSITIVE:
-            code = codes.encode_positive(x, scale, random, STOCHASTIC)
-        else:
-            code = codes.encode_curve(x, scale, bend)
-        scatter(values, entry, code, active)
+        scatter(values, entry, codes.encode(x, scale, random, bend, KIND, STOCHASTIC), active)
 
 
 @triton.jit
