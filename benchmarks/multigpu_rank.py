@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 import lightning_memopt as memopt
 from lightning_memopt.backward import exchange
+from lightning_memopt.backward.outbox import Outbox
 from lightning_memopt.backward.traffic import reduce_bytes
+from lightning_memopt.backward.windows import Window, held
 from lightning_memopt.models.linear_cross_entropy import loss_at_head
 from lightning_memopt.models.llama import Llama
 
@@ -166,11 +168,12 @@ class Meter(pl.Callback):
         result["predicted"] = predicted(module, plan, self.job)
         result["exchanged_layers"] = sum(route == "exchange" for route, _ in plan.values())
         if self.job.device == "cuda":
-            result["peak"] = torch.cuda.max_memory_allocated()
+            result["peak"] = torch.cuda.max_memory_allocated() + held(module.device)
         return result | {"loss": float(self.losses[-1])}
 
     def count(self) -> None:
-        """Stand in for the collectives that move gradients, ours and FSDP2's."""
+        """Stand in for what moves gradients: collectives, ours and FSDP2's, and copies."""
+        Outbox.take = self._counted_copies(Outbox.take)  # type: ignore[method-assign]
         for name in ("all_gather", "all_to_all", "reduce_scatter"):
             setattr(exchange, name, self._counted(getattr(exchange, name), name))
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
@@ -187,6 +190,14 @@ class Meter(pl.Callback):
             return plain(*args, **kwargs)
 
         return collective
+
+    def _counted_copies(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def take(outbox: Outbox, window: Window, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> Any:
+            mine = window.parts[window.rank].untyped_storage().data_ptr()
+            self.received += sum(part.nbytes for part in out_of if part.untyped_storage().data_ptr() != mine)
+            return plain(outbox, window, into, out_of)
+
+        return take
 
     def step_ms(self) -> list[float]:
         """Of the measured steps but the profiled one."""

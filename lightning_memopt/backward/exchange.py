@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from lightning_memopt.backward.traffic import shard_rows
 from lightning_memopt.kernels.slabs import Factors, matmul
+
+if TYPE_CHECKING:
+    from lightning_memopt.backward.outbox import Outbox
 
 # Newer names of the same collectives; the old ones warn where the new ones exist.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,6 +55,7 @@ class Ranks:
         size: Ranks of `group`.
         shards: Ranks of `shard_group`.
         index: This rank's shard.
+        outbox: Where factors are left for the others, if these can read it; else they go by collectives.
     """
 
     group: dist.ProcessGroup
@@ -60,6 +64,7 @@ class Ranks:
     size: int
     shards: int
     index: int
+    outbox: Outbox | None = None
 
     def rows(self, total: int, shard: int | None = None) -> tuple[int, int]:
         """First row, and row past the last, of a shard (this rank's) of `total` rows."""
@@ -88,8 +93,7 @@ class Exchange:
     def __init__(
         self, dys: Sequence[Tensor], xs: Sequence[Tensor], sources: Sequence[int], most: int, ranks: Ranks
     ) -> None:
-        heights, widths = tuple(dy.shape[1] for dy in dys), tuple(x.shape[1] for x in xs)
-        self._layout = layout = _layout(heights, widths, tuple(sources), ranks.shards, ranks.index)
+        self._layout = layout = layout_of(dys, xs, sources, ranks)
         distinct = [xs[i] for i in layout.distinct]
         self._dtype = dys[0].dtype
         self._works: list[dist.Work] = []
@@ -150,15 +154,10 @@ class Exchange:
         for work in self._works:
             work.wait()
         self._sent = []
-        own, columns = self._layout.own, self._layout.columns
-        if len(self._arrived) == 1:
-            parts = self._arrived[0].split_with_sizes(own + columns, 1)
-        else:
-            parts = self._arrived[0].split_with_sizes(own, 1) + self._arrived[1].split_with_sizes(columns, 1)
-        return [(parts[i], parts[len(own) + place]) for i, place in enumerate(self._layout.places)]
+        return split(self._layout, *self._arrived)
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where layers that travel together lie beside each other.
 
     Attributes:
@@ -176,12 +175,27 @@ class _Layout(NamedTuple):
     even: bool
 
 
+def layout_of(dys: Sequence[Tensor], xs: Sequence[Tensor], sources: Sequence[int], ranks: Ranks) -> Layout:
+    """Of layers that travel together; arguments as for `Exchange`."""
+    heights, widths = tuple(dy.shape[1] for dy in dys), tuple(x.shape[1] for x in xs)
+    return _layout(heights, widths, tuple(sources), ranks.shards, ranks.index)
+
+
+def split(layout: Layout, *arrived: Tensor) -> list[Factors]:
+    """The factors of each layer, views of what arrived: dY and x of all side by side, or these two together."""
+    if len(arrived) == 1:
+        parts = arrived[0].split_with_sizes(layout.own + layout.columns, 1)
+    else:
+        parts = arrived[0].split_with_sizes(layout.own, 1) + arrived[1].split_with_sizes(layout.columns, 1)
+    return [(parts[i], parts[len(layout.own) + place]) for i, place in enumerate(layout.places)]
+
+
 @lru_cache(256)
 def _layout(
     heights: tuple[int, ...], widths: tuple[int, ...], sources: tuple[int, ...], shards: int, index: int
-) -> _Layout:
+) -> Layout:
     distinct = [i for i, source in enumerate(sources) if source == i]
-    return _Layout(
+    return Layout(
         own=[last - first for first, last in (owned_rows(height, shards, index) for height in heights)],
         columns=[widths[i] for i in distinct],
         distinct=distinct,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_memopt.backward.exchange import Ranks
+from lightning_memopt.backward.outbox import Outbox
 
 
 @dataclass
@@ -72,15 +73,20 @@ def kept_group(members: Sequence[Sequence[int]], timeout: timedelta, backend: st
     return _kept.groups[key]
 
 
-def ranks_of(mesh: DeviceMesh, timeout: timedelta) -> Ranks:
+def ranks_of(mesh: DeviceMesh, timeout: timedelta, near: torch.device | None = None) -> Ranks:
     """Who trains together on a mesh. All ranks must call it at the same time.
 
     Args:
         mesh: Of all ranks: of one dimension, or replicate × shard.
         timeout: Of every collective.
+        near: This rank's device if all ranks can read each other's memory. Weights and factors do not travel in groups
+            then, so what else is sent needs no group of its own, whose buffers take 870 MiB on each of two H200s.
     """
     grid: list[list[int]] = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
     replicas, shards, rank = len(grid), len(grid[0]), dist.get_rank()
+    if near is not None and replicas == 1:
+        group = mesh.get_group(0)
+        return Ranks(group, group, None, shards, shards, grid[0].index(rank), Outbox(group, near, timeout))
     group = kept_group([list(range(replicas * shards))], timeout)
     if replicas == 1:
         return Ranks(group, group, None, shards, shards, grid[0].index(rank))
@@ -92,6 +98,7 @@ def ranks_of(mesh: DeviceMesh, timeout: timedelta) -> Ranks:
         size=replicas * shards,
         shards=shards,
         index=row.index(rank),
+        outbox=None if near is None else Outbox(group, near, timeout),
     )
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.backward.exchange import Block, Exchange, Lookups, Ranks, reduce_rows, send_blocks
+from lightning_memopt.backward.outbox import Copied
 from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot
@@ -201,6 +202,8 @@ class Shipping:
         """Drop everything: the step broke off."""
         self._collected, self._announced, self._elements = [], None, 0
         self._passes.forget()
+        if self.ranks.outbox is not None:
+            self.ranks.outbox.rest()
         self._flying.clear()
         self._used = self._due = self._sent
 
@@ -302,7 +305,8 @@ class Shipping:
         for counts, places in together.items():
             at = {agreed.sources[i]: place for place, i in reversed(list(enumerate(places)))}
             dys, xs = zip(*(bundle[i].take() for i in places), strict=True)
-            exchange = Exchange(dys, xs, [at[agreed.sources[i]] for i in places], max(counts), self.ranks)
+            start = Exchange if self.ranks.outbox is None else Copied
+            exchange = start(dys, xs, [at[agreed.sources[i]] for i in places], max(counts), self.ranks)
             self._fly(False, partial(self._arrive, [bundle[i] for i in places], exchange))
 
     def _choose(
@@ -339,7 +343,7 @@ class Shipping:
 
     # ---------------------------------------------------------------- use
 
-    def _arrive(self, parcels: Sequence[Parcel], exchange: Exchange) -> None:
+    def _arrive(self, parcels: Sequence[Parcel], exchange: Exchange | Copied) -> None:
         for parcel, factors in zip(parcels, exchange.wait(), strict=True):
             self.receiver.receive_factors(parcel, factors)
         self.receiver.received(parcels)

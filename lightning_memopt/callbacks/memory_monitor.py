@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_memopt.backward.windows import held
 from lightning_memopt.callbacks.throughput import GIB, peak_memory
 from lightning_memopt.strategies.mixin import ForgeMixin
 
@@ -102,9 +103,10 @@ def on_device(device: torch.device) -> Device | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    others = total - free - reserved
-    return Device(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), total - others)
+    windows = held(device)
+    others = total - free - torch.cuda.memory_reserved(device) - windows
+    allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return Device(allocated + windows, peak + windows, total - others)
 
 
 def size(tensors: Iterable[Any]) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_memopt.backward.windows import held
+
 GIB = 2**30
 
 
@@ -60,7 +62,7 @@ class Throughput(pl.Callback):
 def peak_memory(device: torch.device) -> int | None:
     """Bytes at the peak: allocated on a GPU, resident in this process otherwise; None where unknown."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + held(device)
     try:
         import resource
     except ImportError:  # Windows

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,11 +25,13 @@ from lightning_memopt.backward.exchange import Ranks
 from lightning_memopt.backward.groups import ranks_of, renew, spoil
 from lightning_memopt.backward.peers import Peers
 from lightning_memopt.backward.sharded_updater import ShardedUpdater
+from lightning_memopt.backward.windows import why_not
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Kernel, Rounding
 from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
+from lightning_memopt.strategies.gathering import gather_by_collectives, gather_by_copies
 from lightning_memopt.strategies.mixin import ForgeMixin
 
 
@@ -54,6 +58,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         replicate: Keep this many replicas of the model, each sharded over its part of the devices.
         route: How gradients of linear layers are summed: ``"exchange"`` of their factors, ``"reduce"`` of the gradient
             block by block, or ``"auto"``: for each layer what moves fewer bytes.
+        peer_memory: Gather weights and exchange factors by copies out of the other ranks' memory instead of NCCL's
+            collectives; None does so on GPUs where they can read each other's: on one host, as a rule.
         save_distributed_checkpoint: Write checkpoints as folders, a file per rank; else one file, as on one device.
         process_group_backend: ``"nccl"``, ``"gloo"``, …; None takes the device's usual one.
         timeout_seconds: How long a rank waits for the others before it gives up.
@@ -75,6 +81,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         reshard_after_forward: bool = True,
         replicate: int = 1,
         route: Literal["auto", "exchange", "reduce"] = "auto",
+        peer_memory: bool | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
@@ -95,10 +102,12 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         self.timeout = timedelta(seconds=timeout_seconds)
         self.updater.route = route
         self.wrap, self.reshard_after_forward, self.replicate = wrap, reshard_after_forward, replicate
+        self.peer_memory = peer_memory
         self._mesh: DeviceMesh | None = None
         self._names_before: dict[nn.Parameter, str] = {}
         self._peers: Peers | None = None
         self._ranks: Ranks | None = None
+        self._near = False  # whether all ranks can read each other's memory
 
     # ---------------------------------------------------------------- set-up
 
@@ -136,11 +145,34 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.barrier()
+        self._use_peer_memory(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _use_peer_memory(self, module: nn.Module) -> None:
+        """Gather weights from now on out of the other ranks' memory, and send factors so, where that works.
+
+        Raises:
+            UnsupportedError: It was asked for and does not work.
+        """
+        assert self._mesh is not None
+        wanted = self.root_device.type == "cuda" if self.peer_memory is None else self.peer_memory
+        if not wanted or self.world_size == 1:
+            return
+        near, everyone = self._mesh.get_group(self._mesh.ndim - 1), dist.group.WORLD
+        assert everyone is not None
+        reason = why_not(near, self.root_device)
+        if reason is None:
+            gather_by_copies(sharding.groups(module), self.timeout)
+            reason = why_not(everyone, self.root_device) if self.replicate > 1 else None
+            self._near = reason is None
+        if reason is not None and self.peer_memory:
+            raise UnsupportedError(f"peer_memory=True, but {reason}. Leave it out, and collectives are used instead.")
+        if reason is not None:
+            rank_zero_info(f"Ranks do not read each other's memory, but use collectives: {reason}.")
 
     def _place(self, module: nn.Module) -> None:
         self.precision_plugin.convert_module(module)
@@ -162,7 +194,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
             self._peers = Peers(self.world_size, self.timeout)
         if self._ranks is None:
             assert self._mesh is not None
-            self._ranks = ranks_of(self._mesh, self.timeout)
+            self._ranks = ranks_of(self._mesh, self.timeout, self.root_device if self._near else None)
         self.updater.share(self._ranks, self._peers, unsharded, sharding.units(module))
 
     # ---------------------------------------------------------------- steps
@@ -213,6 +245,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         """Leave a module whose parameters are all sharded."""
         if self.lightning_module is not None:
             sharding.reshard(self.lightning_module)
+            gather_by_collectives(sharding.groups(self.lightning_module))
         super().teardown()
 
     def weights_changed(self) -> None:

@@ -151,6 +151,11 @@ def units(module: nn.Module) -> dict[int, list[Any]]:
     return {unit: _groups(part) for unit, part in enumerate(module.modules()) if isinstance(part, FSDPModule)}
 
 
+def groups(module: nn.Module) -> list[Any]:
+    """The parameters of every unit, as FSDP2 keeps them."""
+    return list(chain.from_iterable(units(module).values()))
+
+
 def unsharded_parameters(module: nn.Module) -> dict[nn.Parameter, tuple[nn.Parameter, int]]:
     """For each sharded parameter, the one that layers use, and the number of the unit that both are of (see `units`).
 

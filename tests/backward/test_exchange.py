@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.backward import exchange, traffic
 from lightning_memopt.backward.exchange import Exchange, reduce_rows
+from lightning_memopt.backward.outbox import Copied, Outbox
 
 TOKENS = (3, 5, 0)
 SHAPES = [(7, 5), (3, 4), (1, 2), (2, 9), (9, 1)]
@@ -33,7 +35,9 @@ def join_group() -> exchange.Ranks:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    return exchange.Ranks(world, world, None, size, size, rank)
+    assert world is not None
+    outbox = Outbox(world, torch.device("cpu"), timedelta(seconds=60))
+    return exchange.Ranks(world, world, None, size, size, rank, outbox)
 
 
 def factors_of(rank: int, shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> tuple[Tensor, Tensor]:
@@ -50,8 +54,9 @@ def summed(dtype: torch.dtype) -> None:
         whole = sum(dy.double().t() @ x.double() for dy, x in pairs)
         assert isinstance(whole, Tensor)
         start, stop = ranks.rows(shape[0])
-        ((dy, x),) = Exchange([mine[0]], [mine[1]], [0], max(TOKENS), ranks).wait()
-        torch.testing.assert_close(dy.double().t() @ x.double(), whole[start:stop], rtol=1e-12, atol=1e-12)
+        for way in (Exchange, Copied):
+            ((dy, x),) = way([mine[0]], [mine[1]], [0], max(TOKENS), ranks).wait()
+            torch.testing.assert_close(dy.double().t() @ x.double(), whole[start:stop], rtol=1e-12, atol=1e-12)
         for elements in (1, 2 * 3 * shape[1], 10**6):
             rows = torch.full((stop - start, shape[1]), torch.nan)
             for first, last, block in reduce_rows(*mine, ranks, torch.float32, elements):
