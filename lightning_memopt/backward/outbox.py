@@ -187,18 +187,20 @@ def _whole(spans: Spans, step: int) -> bool:
 
 
 def _begins_whole(tensor: Tensor, step: int) -> bool:
-    rows, columns = tensor.stride()
-    return columns == 1 and rows % step == 0 and tensor.storage_offset() % step == 0 and tensor.numel() > 0
+    if tensor.storage_offset() % step:
+        return False
+    return tensor.is_contiguous() or (tensor.stride(1) == 1 and tensor.stride(0) % step == 0)
 
 
-def _lay(parts: Sequence[Tensor], into: Tensor) -> None:
+def _lay(parts: list[Tensor], into: Tensor) -> None:
     """Put tensors [tokens, columns] side by side, and rows of zeros after them."""
     if parts[0].dtype != into.dtype:
         into = into.view(parts[0].dtype)
-    tokens = len(parts[0])
-    torch.cat(list(parts), 1, out=into[:tokens])
-    if tokens < len(into):
+    tokens, most = parts[0].shape[0], into.shape[0]
+    if tokens < most:
         into[tokens:].zero_()
+        into = into[:tokens]
+    torch.cat(parts, 1, out=into)
 
 
 def _aligned(size: int) -> int:

@@ -28,7 +28,7 @@ from lightning_memopt.rules.storage import Storage
 
 # Factors that take three quarters of the gradient's memory are not kept: with so many tokens its norm costs as much as
 # the gradient itself, which would be formed twice.
-WORTH = 0.75
+WORTH = 0.5
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.sharded_updater import ShardedUpdater

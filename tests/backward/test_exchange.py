@@ -21,7 +21,7 @@ from lightning_memopt.backward.exchange import Exchange, reduce_rows
 from lightning_memopt.backward.outbox import Copied, Outbox
 
 TOKENS = (3, 5, 0)
-SHAPES = [(7, 5), (3, 4), (1, 2), (2, 9), (9, 1)]
+SHAPES = [(7, 5), (3, 4), (1, 2), (2, 9), (9, 1), (48, 16)]
 
 
 @pytest.fixture(scope="module")

@@ -157,12 +157,14 @@ class OtherPath(nn.Module):
         (OtherPath, "rank 0 has net.b.weight, rank 1 has net.a.weight", "reduce"),
     ],
 )
-def test_all_ranks_end(net: type[nn.Module], words: str, route: str) -> None:
+@pytest.mark.parametrize("peer_memory", [False, True])
+def test_all_ranks_end(net: type[nn.Module], words: str, route: str, peer_memory: bool) -> None:
     """An error in the middle of one rank's backward pass, or another path through the model."""
     assert any(case.feature == "ranks that run different layers" for case in CASES)
     doomed = Ranks(2)
     try:
-        errors = doomed.attempt(train, partial(Module, net=net), {"route": route, "timeout_seconds": 8})
+        strategy = {"route": route, "peer_memory": peer_memory, "timeout_seconds": 8}
+        errors = doomed.attempt(train, partial(Module, net=net), strategy)
     finally:
         doomed.stop()
     assert isinstance(errors[0], memopt.UpdateError) and words in str(errors[0])
