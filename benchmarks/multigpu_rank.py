@@ -27,6 +27,8 @@ from lightning_memopt.models.linear_cross_entropy import loss_at_head
 from lightning_memopt.models.llama import Llama
 
 WARMUP, MEASURED = 4, 6
+# In the names of what goes on between devices: NCCL's kernels, copies, and waiting for each other before these.
+TALK = ("nccl", "Memcpy PtoP", "symmetric_memory")
 
 
 @dataclass
@@ -217,7 +219,7 @@ class Meter(pl.Callback):
         return str(folder / f"{'-'.join(words)}.{os.environ['RANK']}.json.gz")
 
     def hidden(self) -> float | None:
-        """The part of the time in NCCL kernels during which others ran as well."""
+        """The part of the time in kernels and copies between devices during which others ran as well."""
         if self.profiler is None:
             return None
         torch.cuda.synchronize()
@@ -229,7 +231,7 @@ class Meter(pl.Callback):
         for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
                 span = (event.time_range.start, event.time_range.end)
-                spans["nccl" in event.name.lower()].append(span)
+                spans[any(word in event.name for word in TALK)].append(span)
         talk, work = covered(spans[True]), covered(spans[False])
         return (talk + work - covered(spans[True] + spans[False])) / talk if talk else None
 

@@ -18,6 +18,9 @@ from lightning_memopt.backward.exchange import WIDE, Layout, Ranks, layout_of, o
 from lightning_memopt.backward.windows import ALIGNED, Window
 from lightning_memopt.kernels.slabs import Factors
 
+# Plans that are kept.
+CAPACITY = 256
+
 # For each rank, of each layer the first column that is its own, and the one past its last.
 Spans = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -50,6 +53,8 @@ class Outbox:
         self.rest()
         key = spans, tuple(layout.columns), most, dtypes
         if key not in self._plans:
+            if len(self._plans) == CAPACITY:  # numbers of tokens, mostly
+                self._plans.clear()
             widths = [sum(last - first for first, last in own) for own in spans]
             front = _aligned(most * sum(layout.columns) * dtypes[1].itemsize)
             size = front + _aligned(most * sum(widths) * dtypes[0].itemsize)
