@@ -26,10 +26,6 @@ from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
-# Factors that take three quarters of the gradient's memory are not kept: with so many tokens its norm costs as much as
-# the gradient itself, which would be formed twice.
-WORTH = 0.5
-
 if TYPE_CHECKING:
     from lightning_memopt.backward.sharded_updater import ShardedUpdater
 
@@ -85,7 +81,9 @@ class ShardedSlot(Slot):
                 "strategy shard the model, or call fully_shard without a shard_placement_fn."
             )
         self.offset = first * shape[1:].numel()
-        self.worth = WORTH
+        # No more than a gradient in the weight's own precision, as FSDP2 keeps it. With more tokens than that, forming
+        # the gradient for its norm takes fewer operations than the Gram matrices, and it would be formed twice.
+        self.worth = self.param.element_size() / compute_dtype(self.param).itemsize
         if len(shape) == 2:
             self.mean = 1 / ranks.size
 
