@@ -4,11 +4,12 @@
     python -m benchmarks.multigpu --ranks 2 --layers 8 --only speed
     python -m benchmarks.multigpu --ranks 2 --only speed --methods forge_fsdp --profile traces
 
-Every job runs in processes of its own, started by torchrun, so that memory is counted from nothing and a killed rank
-ends its job as it would a user's. Parts:
+Every job is started by torchrun, so that a killed rank ends it as it would a user's. Parts:
 
     equal    float32, nearest rounding: N ranks against one on the same global batches, both routes, with clipping
     speed    an 8B-shaped model, 512 and 2048 tokens per rank, each method; a profiled step for the hidden communication
+    turns    the same model, a trainer of each method in the same processes, which take turns of a few steps: hosts are
+             faster at some times than at others, by more than methods differ
     resume   saved on N ranks, resumed on one, states equal to the last bit
     kill     one rank killed in the middle of a backward pass: all end, and the last checkpoint resumes
 
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.multigpu_rank import Job
+from benchmarks.multigpu_turns import STEPS
 
 EIGHT_B = {
     "vocab_size": 128256,
@@ -55,19 +57,48 @@ TINY = {
     "intermediate_size": 112,
     "max_seq_len": 64,
 }
+# Tokens per rank.
+SIZES = (512, 2048)
 # Seconds after which a job counts as hung.
 PATIENCE = 900
 
 
 def run(job: Job, folder: Path) -> list[dict[str, Any]] | str:
     """Every rank's answer, or why there is none."""
-    job.answer = str(folder / f"{time.time_ns()}")
-    path = Path(job.answer + ".job")
-    path.write_text(json.dumps(asdict(job)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
+    (answers,) = run_all([job], folder)
+    return answers
+
+
+def run_all(jobs: Sequence[Job], folder: Path) -> Iterator[list[dict[str, Any]] | str]:
+    """For each job every rank's answer, or why there is none: one after the other in the same processes.
+
+    A job that ends them is not tried again; the rest go on in new ones.
+    """
+    jobs = list(jobs)
+    while jobs:
+        for job in jobs:
+            job.answer = str(folder / f"{time.time_ns()}")
+        said = launch(jobs, folder, "multigpu_rank")
+        through = 0
+        while through < len(jobs):
+            answers = [Path(f"{jobs[through].answer}.{rank}") for rank in range(jobs[through].ranks)]
+            if not all(path.exists() for path in answers):
+                break
+            yield [json.loads(path.read_text()) for path in answers]
+            through += 1
+        if through < len(jobs):
+            yield said
+        jobs = jobs[through + 1 :]
+
+
+def launch(jobs: Sequence[Job], folder: Path, program: str) -> str:
+    """Run jobs in processes of their own; what went wrong, if anything did."""
+    path = folder / f"{time.time_ns()}.jobs"
+    path.write_text(json.dumps([asdict(job) for job in jobs]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={jobs[0].ranks}"]
     environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
     process = subprocess.Popen(
-        [*command, "-m", "benchmarks.multigpu_rank", str(path)],
+        [*command, "-m", f"benchmarks.{program}", str(path)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,11 +110,8 @@ def run(job: Job, folder: Path) -> list[dict[str, Any]] | str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return f"hung for {PATIENCE} s"
-    answers = [Path(f"{job.answer}.{rank}") for rank in range(job.ranks)]
-    if process.returncode or not all(path.exists() for path in answers):
-        errors = [line for line in said.splitlines() if "Error: " in line and "ChildFailed" not in line]
-        return (errors[0] if errors else said[-300:]).strip()
-    return [json.loads(path.read_text()) for path in answers]
+    errors = [line for line in said.splitlines() if "Error: " in line and "ChildFailed" not in line]
+    return (errors[0] if errors else said[-300:]).strip()
 
 
 def equal(base: Callable[..., Job], ranks: int, folder: Path, clip: float | None) -> Iterator[dict[str, Any]]:
@@ -118,37 +146,70 @@ def speed(
     ranks: int,
     folder: Path,
     shape: dict[str, int],
-    methods: Sequence[str],
-    optimizers: Sequence[str],
+    methods: Sequence[tuple[str, str, str]],
     traces: str | None,
 ) -> Iterator[dict[str, Any]]:
     """Every method at both sizes; AdamW with clipping as well."""
-    sizes = [min(tokens, shape["max_seq_len"]) for tokens in (512, 2048)]
+    sizes = [min(tokens, shape["max_seq_len"]) for tokens in SIZES]
     make = partial(base, part="speed", ranks=ranks, shape=shape, tokens=sizes, profile=True, traces=traces)
-    # Methods take turns: hosts are faster at some times than at others.
-    for clip, (method, optimizer, route) in itertools.product((None, 1.0), METHODS):
-        if method not in methods or optimizer not in optimizers:
+    chosen = [
+        (*names, clip)
+        for clip, names in itertools.product((None, 1.0), methods)
+        if clip is None or (names[1] in ("adamw", "adamw_fused") and names[2] == "auto")
+    ]
+    jobs = [make(method=method, optimizer=name, route=route, clip=clip) for method, name, route, clip in chosen]
+    for (method, optimizer, route, clip), answers in zip(chosen, run_all(jobs, folder), strict=True):
+        row = {"part": "speed", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route, "clip": clip}
+        if isinstance(answers, str):
+            yield row | {"result": f"failed: {answers}"}
             continue
-        if clip is None or (optimizer in ("adamw", "adamw_fused") and route == "auto"):
-            row = {"part": "speed", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
-            row["clip"] = clip
-            answers = run(make(method=method, optimizer=optimizer, route=route, clip=clip), folder)
-            if isinstance(answers, str):
-                yield row | {"result": f"failed: {answers}"}
-                continue
-            for phase, tokens in enumerate(sizes):
-                results = [answer["results"][phase] for answer in answers]
-                yield row | {
-                    "tokens": tokens,
-                    "result": "ran",
-                    "step_ms": round(median(time for result in results for time in result["step_ms"]), 2),
-                    "peak_gib": round(max(result.get("peak", 0) for result in results) / 2**30, 2),
-                    "received_mb": round(max(result["received"] for result in results) / 1e6, 1),
-                    "predicted_mb": round(results[0]["predicted"] / 1e6, 1),
-                    "exchanged_layers": results[0]["exchanged_layers"],
-                    "hidden": results[0]["hidden"],
-                    "loss": round(results[0]["loss"], 4),
-                }
+        for phase, tokens in enumerate(sizes):
+            results = [answer["results"][phase] for answer in answers]
+            yield row | {
+                "tokens": tokens,
+                "result": "ran",
+                "step_ms": round(median(time for result in results for time in result["step_ms"]), 2),
+                "peak_gib": round(max(result.get("peak", 0) for result in results) / 2**30, 2),
+                "received_mb": round(max(result["received"] for result in results) / 1e6, 1),
+                "predicted_mb": round(results[0]["predicted"] / 1e6, 1),
+                "exchanged_layers": results[0]["exchanged_layers"],
+                "hidden": results[0]["hidden"],
+                "loss": round(results[0]["loss"], 4),
+            }
+
+
+def turns(
+    base: Callable[..., Job],
+    ranks: int,
+    folder: Path,
+    shape: dict[str, int],
+    methods: Sequence[tuple[str, str, str]],
+) -> Iterator[dict[str, Any]]:
+    """The time of a step of methods that take turns, with clipping and without."""
+    sizes = [min(tokens, shape["max_seq_len"]) for tokens in SIZES]
+    clips = (None, 1.0)
+    every = [tokens for tokens in sizes for _ in clips]
+    make = partial(base, part="turns", ranks=ranks, shape=shape, tokens=every, steps=STEPS, clips=clips * len(sizes))
+    jobs = [make(method=method, optimizer=optimizer, route=route) for method, optimizer, route in methods]
+    for (method, optimizer, route), answers in zip(methods, run_together(jobs, folder), strict=True):
+        row = {"part": "turns", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
+        if isinstance(answers, str):
+            yield row | {"result": f"failed: {answers}"}
+            continue
+        for phase, (tokens, clip) in enumerate(itertools.product(sizes, clips)):
+            times = [time for answer in answers for time in answer["step_ms"][phase]]
+            yield row | {"tokens": tokens, "clip": clip, "result": "ran", "step_ms": round(median(times), 2)}
+
+
+def run_together(jobs: Sequence[Job], folder: Path) -> list[list[dict[str, Any]] | str]:
+    """As `run_all`, but all jobs at a time in the same processes, taking turns."""
+    for i, job in enumerate(jobs):
+        job.answer = str(folder / f"{time.time_ns()}.{i}")
+    said = launch(jobs, folder, "multigpu_turns")
+    paths = [[Path(f"{job.answer}.{rank}") for rank in range(job.ranks)] for job in jobs]
+    return [
+        [json.loads(path.read_text()) for path in own] if all(path.exists() for path in own) else said for own in paths
+    ]
 
 
 def resume(
@@ -189,12 +250,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="processes; default: the GPUs there are")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parts = ("equal", "resume", "kill", "speed")
+    parts = ("equal", "resume", "kill", "speed", "turns")
     parser.add_argument("--only", choices=parts, nargs="*", default=parts)
-    every = sorted({method for method, *_ in METHODS})
-    parser.add_argument("--methods", choices=every, nargs="*", default=every, help="of speed")
-    every = sorted({optimizer for _, optimizer, _ in METHODS})
-    parser.add_argument("--optimizers", choices=every, nargs="*", default=every, help="of speed")
+    for i, name in enumerate(("methods", "optimizers", "routes")):
+        every = sorted({names[i] for names in METHODS})
+        parser.add_argument(f"--{name}", choices=every, nargs="*", default=every, help="of speed and turns")
     parser.add_argument(
         "--profile",
         metavar="FOLDER",
@@ -224,10 +284,13 @@ def main() -> None:
         # Checks are not timed and run side by side; nothing runs beside what is timed.
         with ThreadPoolExecutor(len(checks) or 1) as pool:
             answers: Iterator[dict[str, Any]] = itertools.chain.from_iterable(pool.map(list, checks))
-            timed = (
-                speed(base, ranks, folder, shape, options.methods, options.optimizers, options.profile)
-                if "speed" in options.only
-                else iter(())
+            wanted = options.methods, options.optimizers, options.routes
+            methods = [
+                names for names in METHODS if all(name in some for name, some in zip(names, wanted, strict=True))
+            ]
+            timed = itertools.chain(
+                speed(base, ranks, folder, shape, methods, options.profile) if "speed" in options.only else (),
+                turns(base, ranks, folder, shape, methods) if "turns" in options.only else (),
             )
             for row in itertools.chain(answers, timed):
                 print(json.dumps(row), flush=True)

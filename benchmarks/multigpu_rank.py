@@ -1,7 +1,8 @@
-"""One rank of a job of `benchmarks.multigpu`: trains as the job says, and leaves what it measured in a file."""
+"""One rank of jobs of `benchmarks.multigpu`: trains as each says, and leaves what it measured in a file."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -42,6 +43,7 @@ class Job:
         tokens: Per rank and step; the steps are taken with each of these in turn.
         samples: Sequences per rank.
         clip: Largest norm, or None.
+        clips: The same for each number of tokens, of jobs that take turns.
         load, save: Checkpoints.
         kill: Step at which rank 1 kills itself in backward.
         traces: Folder for a Chrome trace of the last step, host and device, by rank and number of tokens.
@@ -59,6 +61,7 @@ class Job:
     steps: int = WARMUP + MEASURED
     precision: str = "bf16-true"
     clip: float | None = None
+    clips: Sequence[float | None] = ()
     profile: bool = False
     folder: bool = True
     load: str | None = None
@@ -88,7 +91,7 @@ class Model(pl.LightningModule):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job = job
-        big = job.part in ("speed", "kill", "resume") and job.device == "cuda"
+        big = job.part in ("speed", "turns", "kill", "resume") and job.device == "cuda"
         torch.manual_seed(0)
         with torch.device("meta" if big else "cpu"):
             self.net = Llama(**job.shape)
@@ -255,24 +258,28 @@ def strategy_of(job: Job) -> Any:
     )
 
 
-def work(job: Job) -> None:
-    """Train, and leave this rank's answer."""
-    module, meter = Model(job), Meter(job)
-    meter.count()
-    trainer = pl.Trainer(
+def make_trainer(job: Job, callbacks: list[pl.Callback]) -> pl.Trainer:
+    return pl.Trainer(
         strategy=strategy_of(job),
         accelerator="gpu" if job.device == "cuda" else "cpu",
         devices=job.ranks,
         precision=job.precision,  # type: ignore[arg-type]
         max_steps=job.steps * len(job.tokens),
         gradient_clip_val=job.clip,
-        callbacks=[meter, *([Saver(job)] if job.kill is not None else [])],
+        callbacks=callbacks,
         use_distributed_sampler=False,  # `train_dataloader` deals out the batches
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def work(job: Job) -> None:
+    """Train, and leave this rank's answer."""
+    module, meter = Model(job), Meter(job)
+    meter.count()
+    trainer = make_trainer(job, [meter, *([Saver(job)] if job.kill is not None else [])])
     trainer.fit(module, ckpt_path=job.load)
     answer: dict[str, Any] = {"step": trainer.global_step, "losses": [float(loss) for loss in meter.losses]}
     if job.part == "speed":
@@ -320,5 +327,13 @@ def fingerprint(trainer: Any, module: nn.Module) -> dict[str, Any]:
     return sums
 
 
+def jobs_of(path: str) -> list[Job]:
+    return [Job(**job) for job in json.loads(Path(path).read_text())]
+
+
 if __name__ == "__main__":
-    work(Job(**json.loads(Path(sys.argv[1]).read_text())))
+    for job in jobs_of(sys.argv[1]):
+        work(job)
+        gc.collect()
+        if job.device == "cuda":
+            torch.cuda.empty_cache()
