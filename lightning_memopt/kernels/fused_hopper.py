@@ -1,6 +1,6 @@
 """Weight gradient and update in one kernel for Hopper GPUs: what it takes, and its launch.
 
-The kernel itself is `kernels.hopper_kernel`, its update `kernels.hopper_update`.
+The kernel is `kernels.hopper_kernel`, or `kernels.hopper_shelf` for long updates at few tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightning_memopt.kernels import blocks, codes
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
-from lightning_memopt.kernels.hopper_update import CHUNK, TILE_COLUMNS, TILE_ROWS
+from lightning_memopt.kernels.hopper_matmul import TILE_COLUMNS, TILE_ROWS
+from lightning_memopt.kernels.hopper_shelf import STRIP, WARPS, weight_gradient_handed_over
+from lightning_memopt.kernels.hopper_step import CHUNK
 from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.rules.storage import Storage
@@ -29,7 +31,9 @@ STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
 # program is not multiplied while another one is updated.
 TURNS, TILES = 4, 4
 # Shared memory of a block on Hopper, less what barriers and reductions take.
-SHARED = 227 * 1024 - 2048
+SHARED = 227 * 1024 - 1024
+# Of that, what a tile of dW takes that is handed over.
+SHELF = TILE_ROWS * TILE_COLUMNS * 4
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -48,6 +52,7 @@ class Config:
         lag: Chunks that may still be on their way to memory when a slot is filled again.
         group: Height, in tiles, of the bands in which tiles are taken.
         tokens: In a stage.
+        handed: Tiles are handed over to warps that only update (`can_hand_over`), instead of updated where formed.
     """
 
     stages: int
@@ -55,6 +60,7 @@ class Config:
     lag: int
     group: int
     tokens: int = TOKENS
+    handed: bool = False
 
 
 @cache
@@ -92,6 +98,12 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     )
 
 
+def can_hand_over(update: Update) -> bool:
+    """Whether a configuration may be `handed`: moments are coded, and no block shares one."""
+    kinds = [codes.kind(storage) for storage in update.storage]
+    return codes.MEAN not in kinds and any(kind >= codes.SIGNED for kind in kinds)
+
+
 def streamed(update: Update) -> list[Storage]:
     """The moments with a value per weight."""
     return [storage for storage in update.storage if codes.kind(storage) != codes.MEAN]
@@ -100,6 +112,12 @@ def streamed(update: Update) -> list[Storage]:
 def bytes_per_weight(update: Update) -> int:
     """Of weight and moments, without what blocks share."""
     return update.weight.element_size() + sum(update.state[storage.name].element_size() for storage in streamed(update))
+
+
+def bytes_per_slot(update: Update, handed: bool) -> int:
+    """Of shared memory, for as many weights as a chunk has."""
+    scales = sum(codes.kind(storage) >= codes.SIGNED for storage in update.storage) * CHUNK * 4
+    return CHUNK**2 * bytes_per_weight(update) + handed * scales
 
 
 @cache
@@ -119,7 +137,7 @@ def apply_factors(update: Update, dy: Tensor, x: Tensor, config: Config) -> Any:
 def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
     """The launch of one step on dW = dYᵀ x; its operands are dY and x."""
     rows, columns = update.weight.shape
-    chunk = (CHUNK, CHUNK)
+    chunk = (STRIP, TILE_COLUMNS) if config.handed else (CHUNK, CHUNK)
     given = blocks.arguments(update)
     _, _, shares, factor, row, key, nonfinite = given.tensors
     descriptors = [_descriptor(update.state[storage.name], chunk) for storage in streamed(update)]
@@ -147,15 +165,17 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         config.group,
     )
     constants = given.constants | {
-        "WIDTH": blocks.width(update),
         "STAGES": config.stages,
         "SLOTS": config.slots,
-        "LAG": config.lag,
         "BYTES": CHUNK * CHUNK * bytes_per_weight(update),
-        "num_warps": 4,
     }
+    if config.handed:
+        kernel, constants["num_warps"] = weight_gradient_handed_over, WARPS
+    else:
+        kernel, constants["num_warps"] = weight_gradient_update, 4
+        constants |= {"WIDTH": blocks.width(update), "LAG": config.lag}
     programs = min(tile_count, _multiprocessors(dy.device))
     if update.crowded:
         programs *= max(1, min(TURNS, tile_count // (TILES * programs)))
-    place = weight_gradient_update.arg_names.index("tokens")
-    return Call(weight_gradient_update, programs, arguments, constants, operands=2, tokens=place)
+    place = kernel.arg_names.index("tokens")
+    return Call(kernel, programs, arguments, constants, operands=2, tokens=place)

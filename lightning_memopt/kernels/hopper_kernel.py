@@ -20,23 +20,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from lightning_memopt.kernels import codes, tiles
+from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, TILE_ROWS, multiply, operands, tile_position
+from lightning_memopt.kernels.hopper_step import CHUNK
 from lightning_memopt.kernels.hopper_update import (
     ACROSS,
-    CHUNK,
     CHUNKS,
-    HALF,
     QUARTER,
-    TILE_COLUMNS,
-    TILE_ROWS,
     read_scales,
     row_sums,
     scale_pointers,
@@ -50,54 +42,11 @@ _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
 _SURE = gl.constexpr(codes.SURE)
 
 
-@gluon.jit
-def _tile_position(i, down, across, group):
-    """Tile `i` of a `down` by `across` grid, taken in bands of `group` rows so that operands stay in L2."""
-    band = group * across
-    first = (i // band) * group
-    height = gl.minimum(down - first, group)
-    return first + (i % band) % height, (i % band) // height
-
-
-# -------------------------------------------------------------------------------------------------------- operand ring
-@gluon.jit
-def _operands(dy, x, dy_ring, x_ring, full, empty, down, across, steps, group):
-    stages: gl.constexpr = x_ring.type.shape[0]
-    tokens: gl.constexpr = x.block_type.shape[0]
-    i = 0
-    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        row, column = _tile_position(tile, down, across, group)
-        for t in range(steps):
-            stage = i % stages
-            mbarrier.wait(empty.index(stage), ((i // stages) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), dy.block_type.nbytes + x.block_type.nbytes)
-            tma.async_copy_global_to_shared(dy, [t * tokens, row * _ROWS], full.index(stage), dy_ring.index(stage))
-            tma.async_copy_global_to_shared(x, [t * tokens, column * _COLUMNS], full.index(stage), x_ring.index(stage))
-            i += 1
-
-
-@gluon.jit
-def _multiply(i, dy_ring, x_ring, full, empty, steps):
-    """All token steps of one tile, one wgmma in flight; the last one is still running on return."""
-    stages: gl.constexpr = x_ring.type.shape[0]
-    acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
-    for t in range(steps):
-        stage = i % stages
-        mbarrier.wait(full.index(stage), (i // stages) & 1)
-        acc = warpgroup_mma(
-            dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True, use_acc=t > 0
-        )
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1, pred=t > 0)
-        i += 1
-    return acc, i
-
-
 # ---------------------------------------------------------------------------------------------------------- chunk ring
 @gluon.jit
 def _chunk_position(e, down, across, group):
     """Row and column of the `e`-th chunk that this program works on."""
-    row, column = _tile_position(gl.program_id(0) + e // _CHUNKS * gl.num_programs(0), down, across, group)
+    row, column = tile_position(gl.program_id(0) + e // _CHUNKS * gl.num_programs(0), down, across, group)
     c = e % _CHUNKS
     return row * _ROWS + c // _ACROSS * _CHUNK, column * _COLUMNS + c % _ACROSS * _CHUNK
 
@@ -159,7 +108,7 @@ def _consume(
     e = GROUP * _CHUNKS
     parity = 1 - GROUP
     for tile in range(gl.program_id(0) + GROUP * gl.num_programs(0), down * across, 2 * gl.num_programs(0)):
-        tile_row, tile_column = _tile_position(tile, down, across, group)
+        tile_row, tile_column = tile_position(tile, down, across, group)
         row, column = tile_row * _ROWS, tile_column * _COLUMNS
         # Asked for now, so that they are there when the matmul is done.
         existing = rows - row - in_chunk
@@ -172,7 +121,7 @@ def _consume(
             mask = (existing > r) & (column + k < columns)
             scales = scales + (read_scales(scale_pointers(scale_ptrs, at, shared_c, KINDS), mask, KINDS),)
         mbarrier.wait(turn.index(GROUP), parity)
-        acc, i = _multiply(i, dy_ring, x_ring, full, empty, steps)
+        acc, i = multiply(i, dy_ring, x_ring, full, empty, steps)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
         if factor is not None:
             # While the last products are on their way; earlier, registers would have to be spilled for these.
@@ -276,7 +225,7 @@ def weight_gradient_update(
         [
             (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
             (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
-            (_operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
+            (operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
             (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
         ],
         [4, 1, 1],

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.fused_hopper import SHARED, STAGE, TOKENS, Config, bytes_per_weight
-from lightning_memopt.kernels.hopper_update import CHUNK
+from lightning_memopt.kernels.fused_hopper import SHARED, SHELF, STAGE, TOKENS, Config, bytes_per_slot, can_hand_over
 from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
@@ -62,20 +61,25 @@ def default(update: Update, tokens: int) -> Config:
         group = 8 if columns >= 2 * rows else 1
     else:
         group = 4 if tokens > 4 * FEW and len(update.storage) > 0 else 2
-    return _table(bytes_per_weight(update), tokens <= FEW, group)
+    handed = tokens <= 2 * FEW and can_hand_over(update)
+    return _table(bytes_per_slot(update, handed), tokens <= FEW, group, handed)
 
 
 @cache
-def _table(size: int, few: bool, group: int) -> Config:
-    """The configuration for `size` bytes of weight and moments.
+def _table(size: int, few: bool, group: int, handed: bool) -> Config:
+    """The configuration for chunks of `size` bytes of weight and moments.
 
     At few tokens the weight's traffic decides, so memory goes to four chunks in flight; at many, to deeper operand
     stages. Where these are fewer than five, they are better halved: a finer ring is refilled earlier.
 
     Bands of one row of tiles stream the weight best; higher ones share the operands of many tokens, which pays in step
     with the moments that are moved meanwhile, and those of wide layers, of which every row of tiles reads all of x.
+
+    The longest update is handed over to more warps, where few tokens leave the matmul no time to hide it.
     """
-    fitting = _fitting(size)
+    fitting = _fitting(size, handed)
+    if handed:
+        return Config(3, fitting[3], 0, group, handed=True) if few else _many_halves(size, group)
     for stages in sorted(fitting, reverse=True):
         slots = fitting[stages]
         if slots >= 4 or stages <= (4 if few else 5):
@@ -89,22 +93,29 @@ def _halved(config: Config) -> Config:
     return replace(config, stages=2 * config.stages, tokens=TOKENS // 2)
 
 
+def _many_halves(size: int, group: int) -> Config:
+    """As many stages of half the tokens as leave room for three strips, for tiles that are handed over."""
+    return Config((SHARED - SHELF - 3 * size) // (STAGE // 2), 3, 0, group, TOKENS // 2, handed=True)
+
+
 def candidates(update: Update, tokens: int) -> list[Config]:
     """Configurations of the Hopper kernel worth a try, the table's first."""
     first = default(update, tokens)
     others = [
-        Config(stages, slots, lag, group)
-        for stages, slots in _fitting(bytes_per_weight(update)).items()
-        for lag in range(min(2, slots - 1))
+        Config(stages, slots, lag, group, handed=handed)
+        for handed in (False, True)[: 1 + can_hand_over(update)]
+        for stages, slots in _fitting(bytes_per_slot(update, handed), handed).items()
+        for lag in range(1 if handed else min(2, slots - 1))
         for group in (1, 2, 4, 8)
     ]
     others += [_halved(config) for config in others if config.stages < 5 and not config.lag]
     return [first, *(config for config in others if config != first)]
 
 
-def _fitting(size: int) -> dict[int, int]:
+def _fitting(size: int, handed: bool) -> dict[int, int]:
     """How many chunks fit beside a number of operand stages, for numbers that leave room for two; eight are enough."""
-    slots = {stages: (SHARED - stages * STAGE) // (CHUNK**2 * size) for stages in range(3, 7)}
+    room = SHARED - SHELF * handed
+    slots = {stages: (room - stages * STAGE) // size for stages in range(3, 7)}
     return {stages: min(8, count) for stages, count in slots.items() if count >= 2}
 
 

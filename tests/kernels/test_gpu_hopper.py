@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopp
 
 # Small rings, so that the tests' few tiles go around them.
 CONFIG = hopper.Config(stages=3, slots=2, lag=0, group=2)
+# The same where tiles are handed over.
+HANDED = hopper.Config(stages=2, slots=2, lag=0, group=2, handed=True)
 
 
 def factors(tokens, rows, columns, dtype=torch.float16):
@@ -49,6 +51,25 @@ def test_shapes(rule, shape, tokens) -> None:
     step_both(make_update(rule, shape, "cuda", BF16), dy[:, : shape[0]], x)
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (130, 80), (300, 208), (2048, 2304)])
+@pytest.mark.parametrize("tokens", [1, 65, 640])
+@pytest.mark.parametrize("config", [(2, 2, 0, 2, 64, True), (3, 4, 0, 1, 64, True), (7, 3, 0, 8, 32, True)])
+def test_shapes_handed_over(shape, tokens, config) -> None:
+    torch.manual_seed(1)
+    dy, x = factors(tokens, shape[0] + -shape[0] % 8, shape[1])
+    update = make_update("adamw8bit", shape, "cuda", BF16)
+    assert hopper.can_hand_over(update)
+    step_both(update, dy[:, : shape[0]], x, hopper.Config(*config))
+
+
+@pytest.mark.parametrize("clip", [0.05, float("inf")])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_formats_and_clipping_handed_over(dtype, clip) -> None:
+    torch.manual_seed(3)
+    update = make_update("adamw8bit", (384, 272), "cuda", dtype, BF16, clip=clip)
+    step_both(update, *factors(64, 384, 272, BF16), HANDED)
+
+
 @pytest.mark.parametrize("config", [(4, 4, 0, 1), (5, 2, 0, 2), (4, 3, 1, 8)])
 def test_configurations(config) -> None:
     torch.manual_seed(2)
@@ -76,15 +97,17 @@ def test_random_bits_are_the_reference_s() -> None:
         assert (ours != theirs).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
-def test_non_finite_elements_are_left_out(rule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "config"), [("adamw", CONFIG), ("adamw8bit", CONFIG), ("gefen", CONFIG), ("adamw8bit", HANDED)]
+)
+def test_non_finite_elements_are_left_out(rule, config) -> None:
     torch.manual_seed(5)
     update = make_update(rule, (256, 256), "cuda", BF16)
     before = twin(update, None)
     dy, x = factors(9, 256, 256)
     dy[3, 7] = float("nan")
     dy[4, 200] = float("inf")
-    hopper.apply_factors(update, dy, x, CONFIG)
+    hopper.apply_factors(update, dy, x, config)
     assert update.nonfinite.item() == 1
     changed = (update.weight != before.weight).any(1)
     assert not changed[[7, 200]].any() and changed.sum() == 254
@@ -125,11 +148,15 @@ def test_large_gradients_below_the_limit_are_used(rule) -> None:
 def test_two_runs_agree_bitwise(rule) -> None:
     torch.manual_seed(6)
     first = make_update(rule, (1024, 2304), "cuda", BF16)
-    second, pair = twin(first, None), factors(333, 1024, 2304)
+    pair = factors(333, 1024, 2304)
+    others = [hopper.Config(stages=4, slots=3, lag=1, group=8)]
+    others += [HANDED, hopper.Config(7, 3, 0, 8, 32, handed=True)] if hopper.can_hand_over(first) else []
+    seconds = [twin(first, None) for _ in others]
     hopper.apply_factors(first, *pair, CONFIG)
-    hopper.apply_factors(second, *pair, hopper.Config(stages=4, slots=3, lag=1, group=8))
-    assert torch.equal(first.weight, second.weight)
-    assert all(torch.equal(first.state[key], second.state[key]) for key in first.state)
+    for second, config in zip(seconds, others, strict=True):
+        hopper.apply_factors(second, *pair, config)
+        assert torch.equal(first.weight, second.weight)
+        assert all(torch.equal(first.state[key], second.state[key]) for key in first.state)
 
 
 def test_more_than_two_to_the_31_elements() -> None:

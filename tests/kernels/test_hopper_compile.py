@@ -18,6 +18,8 @@ NAMES = {BF16: "bf16", F32: "fp32", torch.uint8: "u8"}
 # (rule, weight, dense moments) and the kibibytes of machine code at most, both groups' two paths together.
 CASES = [("adamw", BF16, BF16, 112), ("adamw8bit", BF16, BF16, 160), ("sgd", BF16, BF16, 80)]
 CASES += [("gefen", BF16, BF16, 180), ("gefen-64", BF16, BF16, 180)]
+# The same where tiles are handed over.
+HANDED = [(BF16, 3, 4, 64), (F32, 3, 2, 60)]
 
 
 def descriptor(block, dtype) -> str:
@@ -30,7 +32,9 @@ def compile_for(update, config):
 
     from lightning_memopt.kernels import blocks, codes
 
-    kernel, chunk = hopper.weight_gradient_update, (hopper.CHUNK, hopper.CHUNK)
+    kernel, chunk, warps = hopper.weight_gradient_update, (hopper.CHUNK, hopper.CHUNK), 4
+    if config.handed:
+        kernel, chunk, warps = hopper.weight_gradient_handed_over, (hopper.STRIP, hopper.TILE_COLUMNS), hopper.WARPS
     values = [update.state[storage.name] for storage in hopper.streamed(update)]
     types = {
         "dy": descriptor((config.tokens, hopper.TILE_ROWS), BF16),
@@ -40,10 +44,11 @@ def compile_for(update, config):
         **dict.fromkeys(["rows", "columns", "tokens", "offset", "group"], "i32"),
     }  # fmt: skip
     constants = blocks.arguments(update).constants | {
-        "WIDTH": blocks.width(update),
-        "STAGES": config.stages, "SLOTS": config.slots, "LAG": config.lag,
+        "STAGES": config.stages, "SLOTS": config.slots,
         "BYTES": hopper.CHUNK**2 * hopper.bytes_per_weight(update),
     }  # fmt: skip
+    if not config.handed:
+        constants |= {"WIDTH": blocks.width(update), "LAG": config.lag}
     for i in range(3):
         if i < len(values):
             types[f"m{i}"] = descriptor(chunk, values[i].dtype)
@@ -61,7 +66,7 @@ def compile_for(update, config):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 def machine_code(compiled, folder) -> list[str]:
@@ -77,7 +82,7 @@ def test_compiles(rule, dtype, moment_dtype, size, tmp_path) -> None:
     from lightning_memopt.kernels import tuning
 
     update = make_update(rule, (128, 128), "cpu", dtype, moment_dtype, past=0)
-    compiled = compile_for(update, tuning.default(update, 512))
+    compiled = compile_for(update, tuning.default(update, 8192))
     code = machine_code(compiled, tmp_path)
     assert compiled.metadata.shared <= 227 * 1024
     assert len(code) * 16 <= size * 1024
@@ -85,6 +90,17 @@ def test_compiles(rule, dtype, moment_dtype, size, tmp_path) -> None:
     assert len(matmuls) == 16  # 64 tokens in steps of 16, two halves of a tile, two groups
     for group in (matmuls[:8], matmuls[8:]):
         assert not any(re.search(r"\b(LDL|STL)\b", line) for line in code[group[0] : group[-1] + 8]), "spills"
+
+
+@pytest.mark.parametrize(("dtype", "stages", "slots", "size"), HANDED)
+def test_compiles_where_tiles_are_handed_over(dtype, stages, slots, size, tmp_path) -> None:
+    update = make_update("adamw8bit", (128, 128), "cpu", dtype, past=0)
+    compiled = compile_for(update, hopper.Config(stages, slots, 0, 1, handed=True))
+    code = machine_code(compiled, tmp_path)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert len(code) * 16 <= size * 1024
+    assert sum("HGMMA" in line for line in code) == 8
+    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in code), "spills"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -96,8 +112,9 @@ def test_every_configuration_fits(rule, dtype, moment_dtype, tokens) -> None:
     update = make_update(rule, (128, 128), "cpu", dtype, moment_dtype, past=0)
     for config in tuning.candidates(update, tokens):
         stage = hopper.STAGE * config.tokens // hopper.TOKENS
-        used = config.stages * stage + config.slots * hopper.CHUNK**2 * hopper.bytes_per_weight(update)
-        assert used <= hopper.SHARED and config.slots >= 2
+        used = config.stages * stage + config.slots * hopper.bytes_per_slot(update, config.handed)
+        assert used + config.handed * hopper.SHELF <= hopper.SHARED and config.slots >= 2
+        assert hopper.can_hand_over(update) or not config.handed
 
 
 def test_the_table() -> None:
@@ -111,6 +128,15 @@ def test_the_table() -> None:
         ((256, 256), 8192, F32, (8, 2, 0, 4, 32)),
     ]:
         update = make_update("adamw", shape, "cpu", BF16, moment_dtype, past=0)
+        assert tuning.default(update, tokens) == hopper.Config(*config)
+    for dtype, tokens, config in [
+        (BF16, 512, (3, 4, 0, 1, 64, True)),
+        (F32, 512, (3, 2, 0, 1, 64, True)),
+        (BF16, 2048, (7, 3, 0, 2, 32, True)),
+        (F32, 2048, (5, 3, 0, 2, 32, True)),
+        (BF16, 8192, (5, 4, 0, 4)),
+    ]:
+        update = make_update("adamw8bit", (256, 256), "cpu", dtype, past=0)
         assert tuning.default(update, tokens) == hopper.Config(*config)
 
 
