@@ -20,9 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels import codes
 from lightning_memopt.kernels.fused_hopper import SHARED, SHELF, STAGE, TOKENS, Config, bytes_per_slot, can_hand_over
-from lightning_memopt.kernels.slabs import GPU_SLAB_ELEMENTS
 from lightning_memopt.kernels.update import Update
 
 Route = Config | Literal["two_pass", "portable"]
@@ -41,27 +39,17 @@ def choose(update: Update, dy: Tensor, x: Tensor, *, fused: bool = False) -> Rou
     config, found = default(update, len(x)), _measured(update.weight.device).get(_key(update, dy, x))
     if found is None and os.environ.get("MEMOPT_TUNE") == "1" and not torch.cuda.is_current_stream_capturing():
         found = tune(update, dy, x)
-    route = found if found is not None else TWO_PASS if _prefers_two_pass(update, len(x)) else config
+    route = found if found is not None else config
     return config if fused and route == TWO_PASS else route
-
-
-def _prefers_two_pass(update: Update, tokens: int) -> bool:
-    """Small layers with two coded moments and few tokens, which the flat kernel spreads better over the GPU.
-
-    Larger ones would need several slabs, whose launches cost more than that gains.
-    """
-    coded = any(codes.kind(storage) == codes.POSITIVE for storage in update.storage)
-    return coded and tokens <= FEW and update.weight.numel() <= GPU_SLAB_ELEMENTS
 
 
 def default(update: Update, tokens: int) -> Config:
     """The Hopper kernel's configuration according to the table."""
     rows, columns = update.weight.shape
-    if tokens <= FEW:
-        group = 8 if columns >= 2 * rows else 1
-    else:
-        group = 4 if tokens > 4 * FEW and len(update.storage) > 0 else 2
-    handed = tokens <= 2 * FEW and can_hand_over(update)
+    wide = columns >= 2 * rows
+    many = 4 if tokens > 4 * FEW and len(update.storage) > 0 else 2
+    group = many if tokens > FEW else 8 if wide else 1
+    handed = can_hand_over(update) and (tokens <= FEW or (tokens <= 2 * FEW and not wide))
     return _table(bytes_per_slot(update, handed), tokens <= FEW, group, handed)
 
 

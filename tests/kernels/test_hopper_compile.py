@@ -129,29 +129,30 @@ def test_the_table() -> None:
     ]:
         update = make_update("adamw", shape, "cpu", BF16, moment_dtype, past=0)
         assert tuning.default(update, tokens) == hopper.Config(*config)
-    for dtype, tokens, config in [
-        (BF16, 512, (3, 4, 0, 1, 64, True)),
-        (F32, 512, (3, 2, 0, 1, 64, True)),
-        (BF16, 2048, (7, 3, 0, 2, 32, True)),
-        (F32, 2048, (5, 3, 0, 2, 32, True)),
-        (BF16, 8192, (5, 4, 0, 4)),
+    for shape, dtype, tokens, config in [
+        ((256, 256), BF16, 512, (3, 4, 0, 1, 64, True)),
+        ((256, 256), F32, 512, (3, 2, 0, 1, 64, True)),
+        ((256, 512), BF16, 512, (3, 4, 0, 8, 64, True)),
+        ((256, 256), BF16, 2048, (7, 3, 0, 2, 32, True)),
+        ((256, 256), F32, 2048, (5, 3, 0, 2, 32, True)),
+        ((256, 512), BF16, 2048, (5, 4, 0, 2)),
+        ((256, 256), BF16, 8192, (5, 4, 0, 4)),
     ]:
-        update = make_update("adamw8bit", (256, 256), "cpu", dtype, past=0)
+        update = make_update("adamw8bit", shape, "cpu", dtype, past=0)
         assert tuning.default(update, tokens) == hopper.Config(*config)
 
 
-def test_small_layers_with_two_codes_take_two_passes(monkeypatch) -> None:
+def test_what_was_measured_overrules_the_table(monkeypatch) -> None:
     from lightning_memopt.kernels import tuning
 
-    monkeypatch.setattr(tuning, "_measured", lambda device: {})
     monkeypatch.delenv("MEMOPT_TUNE", raising=False)
     dy, x = torch.zeros(512, 128, dtype=BF16), torch.zeros(512, 128, dtype=BF16)
-    for rule, small in [("adamw8bit", tuning.TWO_PASS), ("gefen", None), ("adamw", None)]:
+    for rule in ("adamw8bit", "gefen", "adamw"):
         update = make_update(rule, (128, 128), "cpu", BF16, past=0)
-        config = tuning.default(update, 512)
-        assert tuning.choose(update, dy, x) == (small or config)
+        config, measured = tuning.default(update, 512), {}
+        monkeypatch.setattr(tuning, "_measured", lambda device, measured=measured: measured)
+        assert tuning.choose(update, dy, x) == config
+        measured[tuning._key(update, dy, x)] = tuning.TWO_PASS
+        assert tuning.choose(update, dy, x) == tuning.TWO_PASS
         assert tuning.choose(update, dy, x, fused=True) == config
         assert tuning.choose(update, dy.repeat(4, 1), x.repeat(4, 1)) == tuning.default(update, 2048)
-        with monkeypatch.context() as large:
-            large.setattr(tuning, "GPU_SLAB_ELEMENTS", 128)
-            assert tuning.choose(update, dy, x) == config
