@@ -33,29 +33,17 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
-from lightning_memopt.backward.keeper import SlotKeeper, by_device
-from lightning_memopt.backward.nonfinite import NonFinite, NonFiniteReports
+from lightning_memopt.backward.keeper import by_device
+from lightning_memopt.backward.nonfinite import NonFinite
 from lightning_memopt.backward.scalars import StepScalars
-from lightning_memopt.backward.slot import Slot, check_strided, count_updates
-from lightning_memopt.backward.standing import Standing
+from lightning_memopt.backward.slot import Slot
+from lightning_memopt.backward.slot_updater import SlotUpdater
 from lightning_memopt.errors import UpdateError
-from lightning_memopt.kernels import (
-    Factors,
-    Kernel,
-    Rounding,
-    Update,
-    apply_embedding,
-    apply_factors,
-    apply_gradient,
-    apply_gradients,
-)
-from lightning_memopt.kernels.active import Ages
-from lightning_memopt.kernels.batches import Batches
+from lightning_memopt.kernels import Kernel, Rounding
 from lightning_memopt.rules import Rule, rule_for
-from lightning_memopt.sparsity.layer import SparseLayer
 
 
-class Updater(SlotKeeper):
+class Updater(SlotUpdater):
     """Applies optimizer rules inside backward, for all optimizers of a run.
 
     Args:
@@ -79,38 +67,22 @@ class Updater(SlotKeeper):
         state_dtype: Literal["param", "float32"],
         seed: int,
     ) -> None:
-        self.rounding, self.kernel, self.seed = rounding, kernel, seed
-        super().__init__(state_dtype)
-        self.reports = NonFiniteReports(nonfinite)
+        super().__init__(rounding, kernel, nonfinite, state_dtype)
+        self.seed = seed
         self.in_backward = self.queueing = False
         self.norms: Norms | None = None
-        self._stepping: Optimizer | None = None
-        self._step = 0
         self._clip = NO_CLIP
         self._deferred = False
         self._broken = False
         self._task: int | None = None
-        self._reentrant: bool | None = None  # not known before the first pass
         self._scalars: dict[torch.device, StepScalars] = {}
-        self._aged: dict[tuple[Any, ...], Ages] = {}
         self._said_fold = False
-        self._taken: list[Slot] = []
-        self._batches = Batches()
-        self._standing: dict[Optimizer, Standing] = {}
-        self._checked = False
         self._read: list[Any] = []
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """As `SlotKeeper.attach`, for a run that begins."""
         self._broken, self._reentrant = False, None
         super().attach(module, optimizers)
-
-    def detach(self) -> None:
-        """As `SlotKeeper.detach`; flags that have not arrived are forgotten."""
-        super().detach()
-        self.reports.clear()
-        self._batches.clear()
-        self._standing.clear()
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
@@ -351,15 +323,6 @@ class Updater(SlotKeeper):
             self._checked = False
         self._count()
 
-    def _count(self) -> None:
-        """Count the updates that were taken."""
-        taken, self._taken = self._taken, []
-        count_updates(taken)
-
-    def forget_taken(self) -> None:
-        """Updates that were noted since the last count were only recorded, in a capture that broke off."""
-        self._taken = []
-
     def captured(self) -> list[Any]:
         """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""
         return [self._clip, *self.places()]
@@ -376,150 +339,6 @@ class Updater(SlotKeeper):
         name = next(name for name, norm in norms.each.items() if not torch.isfinite(norm))
         self.reports.report(name, self._step, count)
         return False
-
-    @torch.no_grad()
-    def _update_pending(self, coefficient: Tensor | None = None, ready: bool = False) -> None:
-        """Update what waits; at the end of a pass only what it reached, as another pass may reach the rest."""
-        if self._stepping is None:
-            return
-        waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending and (slot.ready or not ready)]
-        small = {slot for slot in waiting if slot.small and slot.plain}
-        for slot in waiting:
-            if slot not in small:
-                self._update(slot, coefficient)
-        self._update_together([slot for slot in waiting if slot in small], coefficient)
-
-    def _update_together(self, slots: Sequence[Slot], coefficient: Tensor | None = None) -> None:
-        """Update parameters that are entire and whose gradients autograd stored."""
-        if not slots:
-            return
-        grads = [grad for slot in slots if (grad := slot.take_gradient()) is not None]
-        updates = [self._begin(slot, coefficient) for slot in slots]
-        taken = apply_gradients(updates, grads, self.kernel, self._batches)
-        if slots[0].param.is_cuda:
-            torch.autograd.graph.increment_version([slot.param for slot in slots])
-        self._taken += [slot for slot, finite in zip(slots, taken, strict=True) if finite]
-        for slot, finite in zip(slots, taken, strict=True):
-            if not finite:
-                self.reports.report(slot.name, self._step)
-
-    def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:
-        if slot.plain:
-            grad = slot.take_gradient()
-            if grad is not None:
-                self._settle(slot, apply_gradient(self._begin(slot, coefficient), grad, self.kernel))
-            return
-        pair = slot.take_pair()
-        if pair is not None:
-            update = self._begin(slot, coefficient)
-            self._settle(slot, apply_factors(update, [pair], None, self.kernel))
-            return
-        slot.hold_gradient()
-        lookup = slot.only_lookup()
-        if lookup is not None:
-            slot.drop()
-            dy, indices, padding = lookup
-            update = self._begin(slot, coefficient)
-            self._settle(slot, apply_embedding(update, indices, dy, self.kernel, None if padding < 0 else padding))
-            return
-        factors, grad = slot.collect()
-        accumulated = slot.sparse is not None and slot.sparse.stored is not None
-        if not factors and grad is None and not accumulated:
-            return
-        check_strided(slot.name, grad)
-        update = self._begin(slot, coefficient)
-        finite = self._sound(slot, factors, grad) and self._apply(update, factors, grad)
-        self._settle(slot, finite)
-
-    def _apply(self, update: Update, factors: Sequence[Factors], grad: Tensor | None) -> bool:
-        if factors or grad is None or update.active is not None:
-            return apply_factors(update, factors, grad, self.kernel)
-        return apply_gradient(update, grad, self.kernel)
-
-    def _begin(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
-        """The one update of the slot's parameter in this step."""
-        if slot.updated:
-            raise UpdateError(
-                f"{slot.name} received another gradient after its update in step {self._step}. "
-                + (
-                    "It is used without its layer in a segment of reentrant checkpointing; pass use_reentrant=False."
-                    if self._reentrant
-                    else "Only one backward pass may run in a fused step: add the losses, or run the others before it, "
-                    "outside `fused_step`."
-                )
-            )
-        slot.updated = True
-        return self._as_update(slot, coefficient)
-
-    def _as_update(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
-        """The step's update of the slot's parameter, as kernels take it."""
-        update = slot.update
-        if update is None or not self._checked or self._moved(slot):
-            return self._build(slot, coefficient)
-        update.scalars, update.key, update.coefficient = slot.scalars, slot.key, coefficient
-        return update
-
-    @staticmethod
-    def _moved(slot: Slot) -> bool:
-        """Whether the weight lies elsewhere than when its update was built."""
-        return slot.param.data_ptr() != slot.placed
-
-    def _stands(self, slot: Slot) -> bool:
-        """Whether the slot's update may serve for several steps."""
-        return slot.entire
-
-    def _check_updates(self) -> None:
-        """See to it that `Slot.update` is right until other code than ours runs."""
-        assert self._stepping is not None
-        slots = [slot for slot in self._slots_of(self._stepping) if self._stands(slot)]
-        standing = self._standing.get(self._stepping)
-        if standing is None or standing.slots != slots:
-            standing = self._standing[self._stepping] = Standing(slots, self._build)
-        standing.check()
-        self._checked = True
-
-    def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
-        return Update(
-            name=slot.name,
-            weight=slot.weight,
-            state=slot.update_state,
-            rule=slot.rule,
-            tile=slot.tile,
-            storage=self.storage(slot),
-            scalars=slot.scalars,
-            key=slot.key,
-            rounding=self.rounding,
-            coefficient=coefficient,
-            offset=slot.offset,
-            row=slot.row,
-            row_key=slot.row_key,
-            nonfinite=slot.nonfinite,
-            memory=slot.memory,
-            active=None if slot.sparse is None else slot.sparse.update(self._ages(slot.sparse)),
-        )
-
-    def _ages(self, sparse: SparseLayer) -> Ages:
-        """Scalars by age, computed once for all layers that are alike."""
-        key = sparse.ages_key()
-        if key not in self._aged:
-            self._aged[key] = sparse.ages_of_step()
-        return self._aged[key]
-
-    def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
-        """Whether the update may be taken as far as others know; kernels look at the gradient themselves."""
-        return True
-
-    def _settle(self, slot: Slot, finite: bool) -> None:
-        """Note an update that was taken, or report that it was left out."""
-        if slot.param.is_cuda:
-            # Kernels write behind torch's back: let autograd see that tensors it saved have changed.
-            torch.autograd.graph.increment_version(slot.weight)
-        if finite:
-            self._taken.append(slot)
-            if slot.sparse is not None:
-                slot.sparse.advance(self._step)
-        else:
-            self.reports.report(slot.name, self._step)
 
     def _set_clip(self, clip: Clip) -> None:
         assert self._stepping is not None
