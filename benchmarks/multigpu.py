@@ -72,27 +72,29 @@ def run(job: Job, folder: Path) -> list[dict[str, Any]] | str:
 def run_all(jobs: Sequence[Job], folder: Path) -> Iterator[list[dict[str, Any]] | str]:
     """For each job every rank's answer, or why there is none: one after the other in the same processes.
 
-    A job that ends them is not tried again; the rest go on in new ones.
+    If these end, the rest go on in new ones, but for a job that was the first in its own.
     """
     jobs = list(jobs)
     while jobs:
-        for job in jobs:
-            job.answer = str(folder / f"{time.time_ns()}")
-        said = launch(jobs, folder, "multigpu_rank")
-        through = 0
-        while through < len(jobs):
-            answers = [Path(f"{jobs[through].answer}.{rank}") for rank in range(jobs[through].ranks)]
-            if not all(path.exists() for path in answers):
-                break
-            yield [json.loads(path.read_text()) for path in answers]
+        said, through = launch(jobs, folder, "multigpu_rank"), 0
+        while through < len(jobs) and (answers := answers_of(jobs[through])):
+            yield answers
             through += 1
-        if through < len(jobs):
+        if not through:
             yield said
-        jobs = jobs[through + 1 :]
+        jobs = jobs[max(1, through) :]
+
+
+def answers_of(job: Job) -> list[dict[str, Any]]:
+    """Every rank's, once all have answered."""
+    paths = [Path(f"{job.answer}.{rank}") for rank in range(job.ranks)]
+    return [json.loads(path.read_text()) for path in paths] if all(path.exists() for path in paths) else []
 
 
 def launch(jobs: Sequence[Job], folder: Path, program: str) -> str:
     """Run jobs in processes of their own; what went wrong, if anything did."""
+    for i, job in enumerate(jobs):
+        job.answer = str(folder / f"{time.time_ns()}.{i}")
     path = folder / f"{time.time_ns()}.jobs"
     path.write_text(json.dumps([asdict(job) for job in jobs]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={jobs[0].ranks}"]
@@ -140,6 +142,9 @@ METHODS = (
     ("fsdp2", "bnb_adamw8bit", "auto"),
 )
 
+# Those of which all fit into memory together, and work: bitsandbytes' optimizers do not take FSDP2's parameters.
+IN_TURN = tuple(names for names in METHODS if names[1] != "bnb_adamw8bit" and names[2] == "auto")
+
 
 def speed(
     base: Callable[..., Job],
@@ -166,6 +171,7 @@ def speed(
         for phase, tokens in enumerate(sizes):
             results = [answer["results"][phase] for answer in answers]
             yield row | {
+                "by": results[0]["by"],
                 "tokens": tokens,
                 "result": "ran",
                 "step_ms": round(median(time for result in results for time in result["step_ms"]), 2),
@@ -185,31 +191,29 @@ def turns(
     shape: dict[str, int],
     methods: Sequence[tuple[str, str, str]],
 ) -> Iterator[dict[str, Any]]:
-    """The time of a step of methods that take turns, with clipping and without."""
+    """The time of a step of methods that take turns, with clipping and without; a method that fails ends all."""
     sizes = [min(tokens, shape["max_seq_len"]) for tokens in SIZES]
     clips = (None, 1.0)
     every = [tokens for tokens in sizes for _ in clips]
     make = partial(base, part="turns", ranks=ranks, shape=shape, tokens=every, steps=STEPS, clips=clips * len(sizes))
     jobs = [make(method=method, optimizer=optimizer, route=route) for method, optimizer, route in methods]
-    for (method, optimizer, route), answers in zip(methods, run_together(jobs, folder), strict=True):
-        row = {"part": "turns", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
-        if isinstance(answers, str):
-            yield row | {"result": f"failed: {answers}"}
-            continue
-        for phase, (tokens, clip) in enumerate(itertools.product(sizes, clips)):
-            times = [time for answer in answers for time in answer["step_ms"][phase]]
-            yield row | {"tokens": tokens, "clip": clip, "result": "ran", "step_ms": round(median(times), 2)}
-
-
-def run_together(jobs: Sequence[Job], folder: Path) -> list[list[dict[str, Any]] | str]:
-    """As `run_all`, but all jobs at a time in the same processes, taking turns."""
-    for i, job in enumerate(jobs):
-        job.answer = str(folder / f"{time.time_ns()}.{i}")
-    said = launch(jobs, folder, "multigpu_turns")
-    paths = [[Path(f"{job.answer}.{rank}") for rank in range(job.ranks)] for job in jobs]
-    return [
-        [json.loads(path.read_text()) for path in own] if all(path.exists() for path in own) else said for own in paths
-    ]
+    told = [0] * len(jobs)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(launch, jobs, folder, "multigpu_turns")
+        while any(phases < len(every) for phases in told):
+            over = running.done()
+            for i, (job, (method, optimizer, route)) in enumerate(zip(jobs, methods, strict=True)):
+                row = {"part": "turns", "ranks": ranks, "method": method, "optimizer": optimizer, "route": route}
+                answers = answers_of(job)
+                for phase in range(told[i], min((len(answer["step_ms"]) for answer in answers), default=0)):
+                    times = [time for answer in answers for time in answer["step_ms"][phase]]
+                    row |= {"by": answers[0]["by"], "tokens": every[phase], "clip": job.clips[phase]}
+                    told[i] += 1
+                    yield row | {"step_ms": round(median(times), 2), "result": "ran"}
+                if over and told[i] < len(every):
+                    told[i] = len(every)
+                    yield row | {"tokens": None, "clip": None, "result": f"failed: {running.result()}"}
+            time.sleep(0.5)
 
 
 def resume(
@@ -240,7 +244,7 @@ def kill(base: Callable[..., Job], ranks: int, folder: Path, shape: dict[str, in
 
 
 COLUMNS = (
-    "part", "ranks", "method", "optimizer", "route", "tokens", "clip", "step_ms", "peak_gib", "received_mb",
+    "part", "ranks", "method", "optimizer", "route", "by", "tokens", "clip", "step_ms", "peak_gib", "received_mb",
     "predicted_mb", "exchanged_layers", "hidden", "loss", "difference", "seconds", "result", "device", "torch",
 )  # fmt: skip
 
@@ -288,9 +292,10 @@ def main() -> None:
             methods = [
                 names for names in METHODS if all(name in some for name, some in zip(names, wanted, strict=True))
             ]
+            in_turn = [names for names in methods if names in IN_TURN]
             timed = itertools.chain(
                 speed(base, ranks, folder, shape, methods, options.profile) if "speed" in options.only else (),
-                turns(base, ranks, folder, shape, methods) if "turns" in options.only else (),
+                turns(base, ranks, folder, shape, in_turn) if "turns" in options.only else (),
             )
             for row in itertools.chain(answers, timed):
                 print(json.dumps(row), flush=True)

@@ -26,8 +26,11 @@ from lightning_memopt.backward.traffic import reduce_bytes
 from lightning_memopt.backward.windows import Window, held
 from lightning_memopt.models.linear_cross_entropy import loss_at_head
 from lightning_memopt.models.llama import Llama
+from lightning_memopt.strategies import sharding
 
 WARMUP, MEASURED = 4, 6
+# Bytes that a job may leave on a GPU.
+LEFT = 1 << 28
 # In the names of what goes on between devices: NCCL's kernels, copies, and waiting for each other before these.
 TALK = ("nccl", "Memcpy PtoP", "symmetric_memory")
 
@@ -129,13 +132,47 @@ class Model(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Meter(pl.Callback):
-    """Times steps by device events, counts bytes, and profiles the last step, for each number of tokens."""
+class Traffic:
+    """Counts the bytes of gradients that this rank receives, from when it is made.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    Not a part of `Meter`: trainers give callbacks references to the module, which would stay in memory.
+    """
+
+    def __init__(self, device: str, ranks: int) -> None:
+        self.device, self.ranks, self.received = device, ranks, 0
+        Outbox.take = self._counted_copies(Outbox.take)  # type: ignore[method-assign]
+        for name in ("all_gather", "all_to_all", "reduce_scatter"):
+            setattr(exchange, name, self._counted(getattr(exchange, name), name))
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            if hasattr(torch.distributed, name):
+                plain = getattr(torch.distributed, name)
+                setattr(torch.distributed, name, self._counted(plain, "fsdp2_reduce_scatter"))
+
+    def _counted(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            out = kwargs.get("output", args[0] if args else None)
+            others = self.ranks - 1
+            if out is not None and out.device.type == self.device:
+                self.received += out.nbytes * (others if "reduce" in name else others / self.ranks)
+            return plain(*args, **kwargs)
+
+        return collective
+
+    def _counted_copies(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def take(outbox: Outbox, window: Window, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> Any:
+            mine = window.parts[window.rank].untyped_storage().data_ptr()
+            self.received += sum(part.nbytes for part in out_of if part.untyped_storage().data_ptr() != mine)
+            return plain(outbox, window, into, out_of)
+
+        return take
+
+
+class Meter(pl.Callback):
+    """Times steps by device events, and profiles and counts the last step, for each number of tokens."""
+
+    def __init__(self, job: Job, traffic: Traffic) -> None:
+        self.job, self.traffic = job, traffic
         self.marks: list[Any] = []
-        self.received = 0
         self.profiler: Any = None
         self.losses: list[Tensor] = []
         self.results: list[dict[str, Any]] = []
@@ -145,7 +182,7 @@ class Meter(pl.Callback):
         if step == WARMUP and self.job.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if step == self.job.steps - 1:
-            self.received = 0
+            self.traffic.received = 0
             if self.job.profile and self.job.device == "cuda":
                 torch.cuda.synchronize()
                 kinds = [torch.profiler.ProfilerActivity.CUDA]
@@ -169,40 +206,13 @@ class Meter(pl.Callback):
     def result(self, trainer: Any, module: nn.Module) -> dict[str, Any]:
         """Of the steps with one number of tokens."""
         plan = getattr(getattr(trainer.strategy, "updater", None), "plan", {})
-        result: dict[str, Any] = {"hidden": self.hidden(), "step_ms": self.step_ms(), "received": self.received}
+        result: dict[str, Any] = {"hidden": self.hidden(), "step_ms": self.step_ms(), "received": self.traffic.received}
         result["predicted"] = predicted(module, plan, self.job)
+        result["by"] = way(module)
         result["exchanged_layers"] = sum(route == "exchange" for route, _ in plan.values())
         if self.job.device == "cuda":
             result["peak"] = torch.cuda.max_memory_allocated() + held(module.device)
         return result | {"loss": float(self.losses[-1])}
-
-    def count(self) -> None:
-        """Stand in for what moves gradients: collectives, ours and FSDP2's, and copies."""
-        Outbox.take = self._counted_copies(Outbox.take)  # type: ignore[method-assign]
-        for name in ("all_gather", "all_to_all", "reduce_scatter"):
-            setattr(exchange, name, self._counted(getattr(exchange, name), name))
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-            if hasattr(torch.distributed, name):
-                plain = getattr(torch.distributed, name)
-                setattr(torch.distributed, name, self._counted(plain, "fsdp2_reduce_scatter"))
-
-    def _counted(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            out = kwargs.get("output", args[0] if args else None)
-            others = self.job.ranks - 1
-            if out is not None and out.device.type == self.job.device:
-                self.received += out.nbytes * (others if "reduce" in name else others / self.job.ranks)
-            return plain(*args, **kwargs)
-
-        return collective
-
-    def _counted_copies(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def take(outbox: Outbox, window: Window, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> Any:
-            mine = window.parts[window.rank].untyped_storage().data_ptr()
-            self.received += sum(part.nbytes for part in out_of if part.untyped_storage().data_ptr() != mine)
-            return plain(outbox, window, into, out_of)
-
-        return take
 
     def step_ms(self) -> list[float]:
         """Of the measured steps but the profiled one."""
@@ -275,10 +285,9 @@ def make_trainer(job: Job, callbacks: list[pl.Callback]) -> pl.Trainer:
     )
 
 
-def work(job: Job) -> None:
+def work(job: Job, traffic: Traffic) -> None:
     """Train, and leave this rank's answer."""
-    module, meter = Model(job), Meter(job)
-    meter.count()
+    module, meter = Model(job), Meter(job, traffic)
     trainer = make_trainer(job, [meter, *([Saver(job)] if job.kill is not None else [])])
     trainer.fit(module, ckpt_path=job.load)
     answer: dict[str, Any] = {"step": trainer.global_step, "losses": [float(loss) for loss in meter.losses]}
@@ -301,6 +310,11 @@ class Saver(pl.Callback):
         assert self.job.kill is not None and self.job.save is not None
         if trainer.global_step == self.job.kill:
             trainer.save_checkpoint(self.job.save)
+
+
+def way(module: nn.Module) -> str:
+    """How weights are gathered."""
+    return "copies" if any("unshard" in vars(group) for group in sharding.groups(module)) else "collectives"
 
 
 def predicted(module: nn.Module, plan: dict[str, tuple[str, int]], job: Job) -> int:
@@ -331,9 +345,18 @@ def jobs_of(path: str) -> list[Job]:
     return [Job(**job) for job in json.loads(Path(path).read_text())]
 
 
-if __name__ == "__main__":
-    for job in jobs_of(sys.argv[1]):
-        work(job)
+def main(jobs: Sequence[Job]) -> None:
+    """Run one after the other; what one leaves behind must not count as the next one's memory."""
+    traffic = Traffic(jobs[0].device, jobs[0].ranks)
+    for job in jobs:
+        work(job, traffic)
         gc.collect()
         if job.device == "cuda":
             torch.cuda.empty_cache()
+            left = torch.cuda.memory_allocated() + held(torch.device("cuda", torch.cuda.current_device()))
+            if left > LEFT:
+                raise RuntimeError(f"{left / 2**30:.2f} GiB are left behind by {job.method}, {job.optimizer}")
+
+
+if __name__ == "__main__":
+    main(jobs_of(sys.argv[1]))

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks.multigpu_rank import Job, Model, jobs_of, make_trainer
+from benchmarks.multigpu_rank import Job, Model, jobs_of, make_trainer, way
 
 # For each number of tokens: steps before any is measured, turns, and steps of each, the first of which is not counted.
 WARM, TURNS, TURN = 3, 4, 5
@@ -83,6 +83,14 @@ class Turns(pl.Callback):
                 [self.between(a, b) for turn in self.marks[1:] for a, b in itertools.pairwise(turn[1:])]
             )
             self.marks = []
+            self.answer(trainer.global_rank, way(module))
+
+    def answer(self, rank: int, by: str) -> None:
+        """Leave what is known so far."""
+        path = Path(f"{self.job.answer}.{rank}")
+        new = Path(f"{path}.new")
+        new.write_text(json.dumps({"step_ms": self.step_ms, "by": by}))
+        new.replace(path)
 
     def mark(self) -> None:
         if self.job.device == "cuda":
@@ -106,9 +114,7 @@ def work(job: Job, runner: int, baton: Baton) -> None:
     baton.wait(runner)
     try:
         turns = Turns(job, runner, baton)
-        trainer = make_trainer(job, [turns])
-        trainer.fit(Model(job))
-        Path(f"{job.answer}.{trainer.global_rank}").write_text(json.dumps({"step_ms": turns.step_ms}))
+        make_trainer(job, [turns]).fit(Model(job))
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # the others would wait for it

@@ -50,11 +50,12 @@ KERNELS = (
 SHARDED = (
     fill(
         "An 8B-shaped Llama in bf16, sharded over the GPUs of one host: `forge_fsdp` and Lightning's FSDP2 strategy "
-        "with torch's fused AdamW. Tokens are per rank and step. A step's time is the median over ranks, of methods "
-        "that take turns in the same processes; with an asterisk, of runs one after the other. Memory is torch's and "
-        "what ranks read of each other, of a run by itself; *received* is what a rank receives of gradients in a step, "
-        "counted, and in brackets as planned; *hidden* is the part of the time in NCCL's kernels and copies between "
-        "devices during which others ran as well.",
+        "with torch's fused AdamW. Tokens are per rank and step; a step's time is the median over ranks. Where methods "
+        "ran in turn, a few steps each in the same processes, times can be compared; one after the other they differ "
+        "by as much as hosts do. `forge_fsdp` gathers weights and exchanges factors by copies between devices or, as "
+        "it did before, by NCCL's collectives. *Received* is what a rank receives of gradients in a step, counted, and "
+        "in brackets as planned; *hidden* is the part of the time in NCCL's kernels and such copies during which "
+        "others ran as well.",
         120,
     )
     + "\n"
@@ -152,32 +153,50 @@ def _cell(column: str, text: str) -> str:
 
 
 def sharded_table(rows: list[report.Cells]) -> str:
-    """Speed and memory by method, then what was checked besides."""
-    lines = ["| GPUs | method | tokens | step ms | of FSDP2's | peak GiB per rank | received MB | hidden | loss |"]
+    """Speed in turn, speed and memory by method, then what was checked besides."""
+    lines = ["| GPUs | method, in turn | tokens | step ms | of FSDP2's |", "| ---: | --- | ---: | ---: | ---: |"]
+    turns = [row for row in rows if row["part"] == "turns" and row["result"] == "ran"]
+    for row, time, ratio in _times(turns):
+        lines.append(f"| {row['ranks']} | {_name(row)} | {row['tokens']} | {time} | {ratio} |")
+    lines = [*lines, ""] if turns else []
+    lines.append(
+        "| GPUs | method, by itself | tokens | step ms | of FSDP2's | peak GiB per rank | received MB | hidden | loss |"
+    )
     lines.append("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    measured = {_case(row): row for row in rows if row["part"] == "speed"}
-    turns = {_case(row): row for row in rows if row["part"] == "turns" and row["result"] == "ran"}
-    times = {case: float(row["step_ms"]) for case, row in (measured | turns).items() if row["step_ms"]}
-    plain = {case[3:]: time for case, time in times.items() if case[:2] == ("fsdp2", "adamw_fused")}
-    for case, row in sorted((turns | measured).items(), key=lambda item: item[1]["ranks"]):
-        name = f"{'FSDP2' if row['method'] == 'fsdp2' else row['method']}, {OPTIMIZERS[row['optimizer']]}"
-        name += f", {row['route']}" if row["route"] != "auto" else ""
-        name += ", clipped" if row["clip"] else ""
+    for row, time, ratio in _times([row for row in rows if row["part"] == "speed"]):
         if row["result"] != "ran":
-            lines.append(f"| {row['ranks']} | {name} | | {row['result'].removeprefix('failed: ')} | | | | | |")
+            why = row["result"].removeprefix("failed: ")
+            lines.append(f"| {row['ranks']} | {_name(row)} | | {why} | | | | | |")
             continue
-        base = plain.get(case[3:]) or plain.get((*case[3:5], ""))
-        ratio = f"{times[case] / base:.2f}" if base else ""
         hidden = f"{float(row['hidden']):.0%}" if row["hidden"] else ""
-        moved = f"{float(row['received_mb']):.0f} ({float(row['predicted_mb']):.0f})" if row["received_mb"] else ""
-        step = f"{times[case]:.0f}{'' if case in turns else ' *'}"
-        cells = (row["ranks"], name, row["tokens"], step, ratio, row["peak_gib"])
+        moved = f"{float(row['received_mb']):.0f} ({float(row['predicted_mb']):.0f})"
+        cells = (row["ranks"], _name(row), row["tokens"], time, ratio, row["peak_gib"])
         lines.append("| " + " | ".join((*cells, moved, hidden, row["loss"])) + " |")
     return "\n".join([*lines, "", *checks([row for row in rows if row["part"] not in ("speed", "turns")])]) + "\n"
 
 
-def _case(row: report.Cells) -> tuple[str, ...]:
-    return tuple(row[key] for key in ("method", "optimizer", "route", "ranks", "tokens", "clip"))
+def _times(rows: list[report.Cells]) -> Iterator[tuple[report.Cells, str, str]]:
+    """Each row with its time, and that as a part of FSDP2's."""
+    plain = {
+        (row["ranks"], row["tokens"], row["clip"]): float(row["step_ms"])
+        for row in rows
+        if row["optimizer"] == "adamw_fused" and row["result"] == "ran"
+    }
+    for row in rows:
+        if row["result"] != "ran":
+            yield row, "", ""
+            continue
+        base = plain.get((row["ranks"], row["tokens"], row["clip"])) or plain.get((row["ranks"], row["tokens"], ""))
+        time = float(row["step_ms"])
+        yield row, f"{time:.0f}", f"{time / base:.2f}" if base else ""
+
+
+def _name(row: report.Cells) -> str:
+    ours = row["method"] != "fsdp2"
+    words = [row["method"] if ours else "FSDP2", OPTIMIZERS[row["optimizer"]]]
+    words += [row["route"]] if row["route"] != "auto" else []
+    words += [f"by {row['by']}"] if ours else []
+    return ", ".join(words + (["clipped"] if row["clip"] else []))
 
 
 def checks(rows: list[report.Cells]) -> Iterator[str]:

@@ -191,9 +191,9 @@ def data(size: int, batches: int = 25) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor, on every rank."""
+    """All rows of a tensor, on every rank, in CPU memory."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()).cpu()
 
 
 def train(

@@ -56,9 +56,11 @@ class Window:
         memory = _symmetric()
         mine = memory.empty(size, dtype=torch.uint8, device=device)
         # Signals of the barrier lie in it as well. They are cleared in the default stream, behind all that waits there:
-        # one that another rank sets before would be lost, and the barrier never end.
+        # one that another rank sets before would be lost, and the barrier never end. And where the others' signals are
+        # is uploaded there.
         torch.cuda.synchronize(device)
         self._handle = memory.rendezvous(mine, group)
+        torch.cuda.synchronize(device)
         self.parts = [
             mine if rank == self.rank else self._handle.get_buffer(rank, (size,), torch.uint8)
             for rank in range(group.size())

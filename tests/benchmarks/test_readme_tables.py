@@ -51,17 +51,16 @@ layer,tokens,rule,limit,matmul,torch,flat,fused,fused/limit,torch/fused,flat/fus
 14336x4096,512,SGD,0.1,0.1,0.3,0.2,0.15,1.5,2.0,1.3333,x
 4096x4096,512,SGD,0.1,0.1,,0.2,0.25,2.5,,0.8,x
 """
-MULTIGPU = """part,ranks,method,optimizer,route,tokens,clip,step_ms,peak_gib,received_mb,predicted_mb,\
+MULTIGPU = """part,ranks,method,optimizer,route,by,tokens,clip,step_ms,peak_gib,received_mb,predicted_mb,\
 exchanged_layers,hidden,loss,difference,seconds,result,device,torch
-equal,2,,,exchange,,0.5,,,,,,,,5.96e-08,,equal,H,2.11
-resume,2,,gefen,,,,,,,,,,,,,equal,H,2.11
-kill,2,,,,,,,,,,,,,,89,"all ended, checkpoint usable",H,2.11
-speed,2,fsdp2,adamw_fused,auto,512,,200.0,33.1,8000.0,8000.0,0,0.5,9.1,,,ran,H,2.11
-speed,2,fsdp2,bnb_adamw8bit,auto,,,,,,,,,,,,failed: mixed tensors,H,2.11
-speed,2,forge_fsdp,adamw,reduce,512,1.0,150.0,24.5,4000.4,4000.4,0,0.25,9.2,,,ran,H,2.11
-speed,2,forge_fsdp,adamw,auto,512,1.0,150.0,24.5,4000.4,4000.4,0,0.25,9.2,,,ran,H,2.11
-turns,2,fsdp2,adamw_fused,auto,512,1.0,100.0,,,,,,,,,ran,H,2.11
-turns,2,forge_fsdp,adamw,auto,512,1.0,90.0,,,,,,,,,ran,H,2.11
+equal,2,,,exchange,,,0.5,,,,,,,,5.96e-08,,equal,H,2.11
+resume,2,,gefen,,,,,,,,,,,,,,equal,H,2.11
+kill,2,,,,,,,,,,,,,,,89,"all ended, checkpoint usable",H,2.11
+speed,2,fsdp2,adamw_fused,auto,collectives,512,,200.0,33.1,8000.0,8000.0,0,0.5,9.1,,,ran,H,2.11
+speed,2,fsdp2,bnb_adamw8bit,auto,,,,,,,,,,,,,failed: mixed tensors,H,2.11
+speed,2,forge_fsdp,adamw,reduce,copies,512,1.0,150.0,24.5,4000.4,4000.4,0,0.25,9.2,,,ran,H,2.11
+turns,2,fsdp2,adamw_fused,auto,collectives,512,1.0,100.0,,,,,,,,,ran,H,2.11
+turns,2,forge_fsdp,adamw,auto,copies,512,1.0,90.0,,,,,,,,,ran,H,2.11
 """
 
 
@@ -88,9 +87,10 @@ def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, t
     assert "In 1 of 2 cases two kernels are faster than the fused one: 4096x4096 at 512 tokens with SGD." in " ".join(
         text.split()
     )
-    assert "| 2 | FSDP2, torch AdamW, fused | 512 | 200 * | 1.00 | 33.1 |" in text
-    assert "| 2 | forge_fsdp, AdamW, reduce, clipped | 512 | 150 * | 1.50 | 24.5 | 4000 (4000) | 25% | 9.2 |" in text
-    assert "| 2 | forge_fsdp, AdamW, clipped | 512 | 90 | 0.90 | 24.5 | 4000 (4000) | 25% | 9.2 |" in text
+    assert "| 2 | FSDP2, torch AdamW, fused | 512 | 200 | 1.00 | 33.1 |" in text
+    row = "| 2 | forge_fsdp, AdamW, reduce, by copies, clipped | 512 | 150 | 0.75 | 24.5 | 4000 (4000) | 25% | 9.2 |"
+    assert row in text
+    assert "| 2 | forge_fsdp, AdamW, by copies, clipped | 512 | 90 | 0.90 |" in text
     assert "| 2 | FSDP2, bitsandbytes AdamW8bit | | mixed tensors |" in text
     assert "- 2 GPUs against one, exchange, clipped: weights after 20 steps in float32: equal, at most 6.0e-08" in text
     assert "- Saved on 2 GPUs, loaded on one, Gefen: equal." in text
