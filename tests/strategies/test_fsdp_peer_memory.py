@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"gradient_clip_val": 0.1},
     "clip_accumulate": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
 }
+# Factors that arrive by collectives lie in memory in another way, for which a GPU's matmuls may sum in another order.
+EQUAL = {"cpu": 0.0, "gpu": 1e-6}
 COPIES, COLLECTIVES = {"peer_memory": True}, {"peer_memory": False}
 
 
@@ -53,7 +56,8 @@ def test_settings(two: Ranks, setting: str, route: str, accelerator: str) -> Non
     results = two(train, make, {"route": route} | COPIES, **options)
     collectives = two(train, make, {"route": route} | COLLECTIVES, **options)
     assert results[0]["said"] == (3, 3) and collectives[0]["said"] == (0, 3)
-    assert furthest(results[0], results[1]) == furthest(results[0], collectives[0]) == 0
+    assert furthest(results[0], results[1]) == 0
+    assert furthest(results[0], collectives[0]) <= EQUAL[accelerator]
 
 
 def test_replicas(four: Ranks) -> None:
@@ -81,7 +85,8 @@ def test_weights_that_change_between_steps(two: Ranks, accelerator: str) -> None
     options: dict[str, Any] = {"callbacks": [Halves(), Copied()], "inspect": copied, "accelerator": accelerator}
     results = two(train, partial(Module, net=Deep), COPIES, **options)
     assert results[0]["said"] == (3, 3)
-    assert furthest(results[1], two(train, partial(Module, net=Deep), COLLECTIVES, **options)[0]) == 0
+    collectives = two(train, partial(Module, net=Deep), COLLECTIVES, **options)
+    assert furthest(results[1], collectives[0]) <= EQUAL[accelerator]
 
 
 def test_module_that_shards_itself(two: Ranks) -> None:
@@ -102,7 +107,7 @@ def test_checkpoint(two: Ranks, tmp_path: Path, accelerator: str) -> None:
     for strategy in (COPIES, COLLECTIVES):
         assert_same_states(saved, two(train, make, strategy, ckpt_path=path, **five)[0])
     results = [two(train, make, strategy, ckpt_path=path, **ten)[0] for strategy in (COPIES, COLLECTIVES)]
-    assert_same_states(*results)
+    assert furthest(*results) <= EQUAL[accelerator]
 
 
 def apart(strategy: dict[str, Any] | None) -> Any:
@@ -119,6 +124,18 @@ def test_several_hosts(two: Ranks) -> None:
     for error in two.attempt(apart, COPIES):
         assert isinstance(error, memopt.UnsupportedError) and "several hosts" in str(error)
     assert two(apart, None)[0]["said"] == (0, 3)
+
+
+def left_behind(strategy: dict[str, Any]) -> int:
+    """Windows after a run."""
+    train(partial(Module, net=Deep), strategy | {"route": "exchange"}, max_steps=2)
+    gc.collect()
+    return len(windows._windows)
+
+
+def test_windows_end_with_their_run(two: Ranks) -> None:
+    """Nothing holds on to them."""
+    assert two(left_behind, COPIES) == [0, 0]
 
 
 @pytest.fixture
