@@ -115,7 +115,12 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
             return "the devices have no direct connection"
     elif device.type != "cpu":
         return f"there is no such memory for {device.type}"
-    return next((reason for reason in _told(_failure(group, device), group) if reason is not None), None)
+    return any_reason(_failure(group, device), group)
+
+
+def any_reason(mine: str | None, group: dist.ProcessGroup) -> str | None:
+    """That of the first rank that has one; the same on all ranks, which must ask together."""
+    return next((reason for reason in _told(mine, group) if reason is not None), None)
 
 
 def _failure(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from lightning_memopt.backward.exchange import Ranks
 from lightning_memopt.backward.groups import ranks_of, renew, spoil
 from lightning_memopt.backward.peers import Peers
 from lightning_memopt.backward.sharded_updater import ShardedUpdater
-from lightning_memopt.backward.windows import why_not
+from lightning_memopt.backward.windows import any_reason, why_not
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Kernel, Rounding
@@ -164,7 +164,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
             return
         near, everyone = self._mesh.get_group(self._mesh.ndim - 1), dist.group.WORLD
         assert everyone is not None
-        reason = why_not(near, self.root_device)
+        reason = any_reason(why_not(near, self.root_device), everyone)  # one for all replicas
         if reason is None:
             gather_by_copies(sharding.groups(module), self.timeout)
             reason = why_not(everyone, self.root_device) if self.replicate > 1 else None
