@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.exchange import Ranks
+from lightning_memopt.backward.sharded_states import spread_rows
 from lightning_memopt.backward.slot import Lookup, Slot, check_unchanged
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors
@@ -24,7 +25,6 @@ from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import join
 from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
-from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.sharded_updater import ShardedUpdater
@@ -265,17 +265,3 @@ class LocalState(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
-
-
-def spread_rows(param: Tensor, value: Tensor) -> DTensor:
-    """This rank's rows of a state entry as a DTensor that is sharded like the parameter."""
-    assert isinstance(param, DTensor)
-    shape = torch.Size((param.shape[0], *value.shape[1:]))
-    stride = tuple(shape[i + 1 :].numel() for i in range(len(shape)))
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
-
-
-def row_entries(storage: Storage, state: MutableMapping[str, Any]) -> list[str]:
-    """Those entries of a moment that have a row for each row of the weight; others are the same on all ranks."""
-    rows = storage.rows(state, 0, 0)
-    return [key for key in storage.entries() if key in state and rows[key] is not state[key]]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
@@ -32,12 +31,12 @@ from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_
 from lightning_memopt.backward.nonfinite import NonFiniteReports
 from lightning_memopt.backward.passes import PASS
 from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
-from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept, row_entries, spread_rows
+from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
+from lightning_memopt.backward.sharded_states import restored, spread
 from lightning_memopt.backward.shipping import Parcel, Shipping
 from lightning_memopt.backward.slot import Lookup, Slot
-from lightning_memopt.backward.traffic import Route
+from lightning_memopt.backward.traffic import Route, said
 from lightning_memopt.backward.updater import Updater
-from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
@@ -45,7 +44,6 @@ from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, largest_possible, slab_rows
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
-from lightning_memopt.sparsity.state import MASK
 
 if TYPE_CHECKING:
     from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
@@ -129,15 +127,7 @@ class ShardedUpdater(Updater):
         )
 
     def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
-        """Make DTensors of those entries that are of this rank's rows, sharded like the parameter.
-
-        Moments of active weights are not: ranks have different numbers of them. Checkpoints have a form for that.
-        """
-        for moment in storage:
-            rows = moment.per_block() if slot.sparse is not None else row_entries(moment, state)
-            for key in rows:
-                if key in state and not isinstance(state[key], DTensor):
-                    state[key] = spread_rows(slot.param, state[key])
+        spread(slot, storage, state)
 
     def load(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         """Make saved options and states the optimizer's own; parameters without a saved state get a fresh one.
@@ -155,18 +145,10 @@ class ShardedUpdater(Updater):
             if slot.sparse is not None:
                 slot.sparse.restore(slot.state, self.storage(slot), entries)
                 self._spread(slot, self.storage(slot), slot.state)
-                self._fill_state(slot)
-                continue
-            if MASK in entries:
-                raise refusal("a checkpoint of SMET without SMET", slot.name)
-            state: dict[str, Any] = {key: entries[key].float().cpu() for key in slot.rule.counts if key in entries}
-            for moment in self.storage(slot):
-                if moment.name in entries:
-                    fresh = _restored(slot, moment, entries)
-                    rows = row_entries(moment, fresh)
-                    state |= {key: spread_rows(param, fresh[key]) if key in rows else fresh[key] for key in fresh}
-            slot.state.clear()
-            slot.state.update(state)
+            else:
+                state = restored(slot, self.storage(slot), entries)
+                slot.state.clear()
+                slot.state.update(state)
             self._fill_state(slot)
 
     # ---------------------------------------------------------------- a backward pass
@@ -430,28 +412,4 @@ class ShardedUpdater(Updater):
         if self._said_plan or not self.plan:
             return
         self._said_plan = True
-        lines = ["Bytes that each rank receives to update its linear layers, per backward pass:"]
-        for route, count, moved in _summary(self.plan):
-            lines.append(f"  {route}: {count} layers, {moved / 1e6:,.1f} MB")
-        rank_zero_info("\n".join(lines))
-
-
-def _restored(slot: Slot, moment: Storage, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A moment's entries for this rank's rows, from those saved."""
-    if not isinstance(moment, Dense):
-        return moment.restore(slot.weight, entries)
-    value = entries[moment.name]
-    if not value.is_floating_point():
-        raise UnsupportedError(
-            f"the saved {moment.name} of {slot.name} is {str(value.dtype).removeprefix('torch.')} codes, which "
-            f"{type(slot.optimizer).__name__} does not keep. Resume with the optimizer that saved them."
-        )
-    return {moment.name: value.to(slot.weight.device, moment.dtype)}
-
-
-def _summary(plan: Mapping[str, tuple[Route, int]]) -> Iterator[tuple[Route, int, int]]:
-    routes: tuple[Route, ...] = ("exchange", "reduce")
-    for route in routes:
-        moved = [count for taken, count in plan.values() if taken == route]
-        if moved:
-            yield route, len(moved), sum(moved)
+        rank_zero_info(said(self.plan))

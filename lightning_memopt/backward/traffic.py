@@ -13,7 +13,7 @@ lightning_memopt.backward.traffic`` prints the table of ``docs/sharding.md``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Route = Literal["exchange", "reduce"]
@@ -107,6 +107,17 @@ def cheaper_routes(layers: Sequence[Layer], ranks: int, shards: int) -> list[Rou
         exchange, reduce = (sum(cost[i] for i in alike) for cost in costs)
         routes.append("exchange" if exchange <= reduce else "reduce")
     return routes
+
+
+def said(plan: Mapping[str, tuple[Route, int]]) -> str:
+    """Routes and bytes received, by parameter name, in words."""
+    lines = ["Bytes that each rank receives to update its linear layers, per backward pass:"]
+    routes: tuple[Route, ...] = ("exchange", "reduce")
+    for route in routes:
+        moved = [count for taken, count in plan.values() if taken == route]
+        if moved:
+            lines.append(f"  {route}: {len(moved)} layers, {sum(moved) / 1e6:,.1f} MB")
+    return "\n".join(lines)
 
 
 def table(tokens: tuple[int, ...] = (512, 2048), ranks: tuple[int, ...] = (2, 4, 8, 32, 128, 512)) -> str:

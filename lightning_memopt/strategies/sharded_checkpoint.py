@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_memopt.backward.sharded_slot import spread_rows
+from lightning_memopt.backward.sharded_states import spread_rows
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.gefen_columns import SCALE
 from lightning_memopt.optim.shards import local
