@@ -148,7 +148,7 @@ class Copied:
         into, out_of = list[Tensor](), list[Tensor]()
         for rank, theirs, inputs in plan.sources:
             place = dy[rank] if rank == plan.window.rank else plan.dys[rank]
-            if place is not None:
+            if place is not None and place.numel():
                 parts = [
                     of.narrow(1, first // step, (last - first) // step)
                     for of, (first, last) in zip(wide, spans[rank], strict=True)
@@ -192,9 +192,7 @@ def _whole(spans: Spans, step: int) -> bool:
 
 
 def _begins_whole(tensor: Tensor, step: int) -> bool:
-    if tensor.storage_offset() % step:
-        return False
-    return tensor.is_contiguous() or (tensor.stride(1) == 1 and tensor.stride(0) % step == 0)
+    return tensor.storage_offset() % step == 0 and tensor.stride(1) == 1 and tensor.stride(0) % step == 0
 
 
 def _lay(parts: list[Tensor], into: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -93,6 +94,46 @@ def test_bundles(three: Ranks, dtype: torch.dtype, heights: tuple[int, ...]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums(three: Ranks, dtype: torch.dtype) -> None:
     three(summed, dtype)
+
+
+def strided(tokens: int, columns: int, dtype: torch.dtype, generator: torch.Generator, choose: random.Random) -> Tensor:
+    """Random numbers in one of the layouts that factors come in."""
+    wide = torch.randn(tokens, columns + choose.choice([16, 17]), generator=generator).to(dtype)
+    plain = wide[:, :columns].contiguous()
+    odd = plain.new_zeros(tokens * columns + 1)[1:].view(tokens, columns).copy_(plain)
+    return choose.choice(
+        [plain, wide[:, :columns], wide[:, 1 : columns + 1], wide[:, -columns:], plain.t().contiguous().t(), odd]
+    )
+
+
+def copied_strides(bundles: int) -> None:
+    """What arrives by copies is what all ranks have, whatever its shape, memory and number of tokens."""
+    ranks = join_group()
+    for bundle in range(bundles):
+        same, own = random.Random(bundle), random.Random(bundle * ranks.size + ranks.index)
+        generator = torch.Generator().manual_seed(own.randrange(1 << 30))
+        dtype = same.choice([torch.float64, torch.float32, torch.bfloat16])
+        tokens = [same.choice([0, 1, 5]) for _ in range(ranks.size)]
+        shapes = [(same.choice([1, 4, 4, 7, 48]), same.choice([3, 8, 16])) for _ in range(same.randint(1, 3))]
+        mine = tokens[ranks.index]
+        factors = [[strided(mine, n, dtype, generator, own) for n in shape] for shape in shapes]
+        dys, xs = zip(*factors, strict=True)
+        arrived = Copied(dys, xs, range(len(shapes)), max(tokens), ranks).wait()
+        everyone: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everyone, [[factor.clone() for factor in pair] for pair in factors])
+        for layer, (shape, got) in enumerate(zip(shapes, arrived, strict=True)):
+            first, last = ranks.rows(shape[0])
+            for part, columns, tensor in zip((0, 1), (slice(first, last), slice(None)), got, strict=True):
+                all_tokens = [
+                    torch.nn.functional.pad(said[layer][part], (0, 0, 0, max(tokens) - count))[:, columns]
+                    for said, count in zip(everyone, tokens, strict=True)
+                ]
+                assert torch.equal(tensor, torch.cat(all_tokens)), (bundle, layer)
+
+
+def test_copies(three: Ranks) -> None:
+    """With ranks that have one token or none, and shards without rows."""
+    three(copied_strides, 100)
 
 
 class Counter:
