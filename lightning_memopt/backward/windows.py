@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -54,7 +55,7 @@ class Window:
             self.parts = _mapped(size, group)
             return
         memory = _symmetric()
-        mine = memory.empty(size, dtype=torch.uint8, device=device)
+        mine = _beside_cache(partial(memory.empty, size, dtype=torch.uint8, device=device))
         # Signals of the barrier lie in it as well. They are cleared in the default stream, behind all that waits there:
         # one that another rank sets before would be lost, and the barrier never end. And where the others' signals are
         # is uploaded there.
@@ -109,7 +110,8 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return "the ranks are on several hosts"
     if device.type == "cuda":
         others = {other for _, other in said} - {index}
-        if len(others) < len(said) - 1:
+        seen = len(others) == len(said) - 1 and max(others, default=0) < torch.cuda.device_count()
+        if not all(_told(seen, group)):
             return "ranks do not see the devices of the others"
         if not all(_told(all(torch.cuda.can_device_access_peer(index, other) for other in others), group)):
             return "the devices have no direct connection"
@@ -147,6 +149,15 @@ def _host() -> str:
     """What is equal for processes of one host, and of one only."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _beside_cache(allocate: Callable[[], Tensor]) -> Tensor:
+    """Memory outside of torch's caching allocator, which gives up what it holds unused only for allocations of its own."""
+    try:
+        return allocate()
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return allocate()
 
 
 def _symmetric() -> Any:
