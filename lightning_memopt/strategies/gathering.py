@@ -6,8 +6,9 @@ millisecond of the host's time, twice per unit and step. Where all shards lie in
 (`lightning_memopt.backward.windows`) a gathered parameter is filled by one copy from each rank.
 
 What FSDP2 decides stays its own: when a unit is gathered and freed, and everything around it. Two methods of its group
-of parameters are replaced, which start the gathering and wait for it. The order of things is NCCL's: copies begin when
-all ranks have come to the same gathering, and nothing after `wait` runs before all have read.
+of parameters are replaced, which start the gathering and wait for it, and a third one is added to, which gives up what
+was gathered in vain. The order of things is NCCL's: copies begin when all ranks have come to the same gathering, and
+nothing after `wait` runs before all have read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def gather_by_copies(groups: Iterable[Any], timeout: timedelta) -> int:
 def gather_by_collectives(groups: Iterable[Any]) -> None:
     """Leave units to FSDP2 again, and give the windows back."""
     for group in groups:
-        for method in ("unshard", "wait_for_unshard"):
+        for method in ("unshard", "wait_for_unshard", "finalize_backward"):
             vars(group).pop(method, None)
 
 
@@ -75,7 +76,7 @@ class Gathering:
         self._into = [own[rank] for rank in window.nearest_last for own in parts]
         self._out_of = [shard for rank in window.nearest_last for shard in all_shards[rank]]
         self._move_in()
-        group.unshard, group.wait_for_unshard = self.start, self.wait
+        group.unshard, group.wait_for_unshard, group.finalize_backward = self.start, self.wait, self.finalize
 
     def _parts(self, param: Any, shard: Tensor) -> Sequence[Tensor]:
         """By rank, its part of a gathered parameter's memory, which is there only while gathered."""
@@ -144,6 +145,18 @@ class Gathering:
         group._to_unsharded()
         group._all_gather_result = None
 
+    def finalize(self) -> None:
+        """The backward pass is over; FSDP2's ``finalize_backward``.
+
+        It drops what was gathered ahead for a unit without backward pass, such as the last frozen one. There that is a
+        buffer of its own, here the memory of the gathered parameters.
+        """
+        in_vain = self._group._all_gather_result is not None
+        type(self._group).finalize_backward(self._group)
+        if in_vain:
+            for param in self._params:
+                param.free_unsharded_param()
+
 
 def _result(some: Tensor, event: Any) -> AllGatherResult:
     """What FSDP2 keeps of a gathering that was not waited for."""
@@ -159,6 +172,8 @@ def _as_usual(group: Any) -> bool:
         return False
     if group.post_forward_mesh_info not in (None, group.mesh_info):
         return False
+    if len({param._sharded_param_data.dtype for param in group.fsdp_params}) > 1:
+        return False  # torch.save refuses tensors of several dtypes in one memory
     return all(_plain(param) for param in group.fsdp_params)
 
 
