@@ -152,7 +152,7 @@ def _host() -> str:
 
 
 def _beside_cache(allocate: Callable[[], Tensor]) -> Tensor:
-    """Memory outside of torch's caching allocator, which gives up what it holds unused only for allocations of its own."""
+    """Memory beside torch's caching allocator, which gives up what it holds unused only for allocations of its own."""
     try:
         return allocate()
     except RuntimeError:
