@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim import Optimizer
 
 from lightning_memopt.compat import refusal
@@ -185,6 +186,26 @@ def reshard(module: nn.Module) -> None:
             if any(group._all_gather_result is not None for group in _groups(part)):
                 part.unshard()
             part.reshard()
+
+
+def abandon(module: nn.Module) -> None:
+    """End what an error left open, in the middle of a pass, so that the module can be trained again.
+
+    As ``FSDPModule.reset_iter_state`` of torch 2.13; gradients of that pass are lost.
+    """
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        state._comm_ctx.post_forward_order.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        for group in _groups(part):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+    reshard(module)
 
 
 def _groups(part: FSDPModule) -> list[Any]:

@@ -13,6 +13,7 @@ from harness import Module
 from sharded import Deep, Ranks, Straight, furthest, train
 from torch import Tensor, nn
 
+from lightning_memopt import UpdateError
 from lightning_memopt.strategies import sharding
 
 COPIES, COLLECTIVES = {"peer_memory": True}, {"peer_memory": False}
@@ -90,3 +91,48 @@ def left(way: dict[str, Any]) -> dict[str, Any]:
 def test_nothing_stays_gathered(two: Ranks, way: dict[str, Any]) -> None:
     """What was gathered ahead in vain is freed with the backward pass."""
     assert two(left, way)[0]["said"] == [0] * 20
+
+
+class Fails(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("the sky fell")
+
+
+class Stumbles(Straight):
+    """Fails once, in the third pass, between two blocks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.passes = where, 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.passes += 1
+        x = self.blocks[0](self.embedding(ids))
+        if self.passes == 3:
+            if self.where == "forward":
+                raise ArithmeticError("the sky fell")
+            x = Fails.apply(x)
+        return self.head(self.blocks[1](x))
+
+
+def train_again(where: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Train a module whose first run broke off."""
+    module = Module(net=partial(Stumbles, where))
+    with pytest.raises((ArithmeticError, UpdateError), match="the sky fell"):
+        train(lambda: module, strategy, max_steps=6)
+    assert module.net.passes == 3
+    return train(lambda: module, strategy, max_steps=4)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_a_module_whose_run_broke_off_can_be_trained_again(two: Ranks, where: str, options: dict[str, Any]) -> None:
+    copies, collectives = (two(train_again, where, way | options)[0] for way in (COPIES, COLLECTIVES))
+    assert copies["step"] == 4 and furthest(copies, collectives) == 0
