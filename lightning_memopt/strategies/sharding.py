@@ -197,6 +197,8 @@ def abandon(module: nn.Module) -> None:
         if not isinstance(part, FSDPModule):
             continue
         state: Any = part._get_fsdp_state()
+        if state._is_root is None:  # no pass has begun yet
+            continue
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
         state._comm_ctx.post_forward_order.clear()
