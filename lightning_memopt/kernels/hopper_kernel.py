@@ -52,8 +52,8 @@ def _chunk_position(e, down, across, group):
 
 
 @gluon.jit
-def _fetch(tensors, rings, ready, e, position, COUNT: gl.constexpr, BYTES: gl.constexpr):
-    slot = e % rings[0].type.shape[0]
+def fetch(tensors, rings, ready, slot, position, COUNT: gl.constexpr, BYTES: gl.constexpr):
+    """Ask for what lies at `position` of weight and moments, into a slot of their rings."""
     mbarrier.expect(ready.index(slot), BYTES)
     for i in gl.static_range(COUNT):
         tma.async_copy_global_to_shared(tensors[i], position, ready.index(slot), rings[i].index(slot))
@@ -69,7 +69,7 @@ def _stream(
     total = gl.cdiv(down * across - gl.program_id(0), gl.num_programs(0)) * _CHUNKS
     for e in range(gl.minimum(slots, total)):
         row, column = _chunk_position(e, down, across, group)
-        _fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
+        fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
     for e in range(total):
         slot = e % slots
         row, column = _chunk_position(e, down, across, group)
@@ -80,7 +80,7 @@ def _stream(
         n = e + slots - LAG
         if (n >= slots) & (n < total):
             row, column = _chunk_position(n, down, across, group)
-            _fetch(tensors, rings, ready, n, [row, column], COUNT, BYTES)
+            fetch(tensors, rings, ready, n % slots, [row, column], COUNT, BYTES)
     tma.store_wait(pendings=0)
 
 

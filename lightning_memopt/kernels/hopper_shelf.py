@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from lightning_memopt.kernels import codes, tiles
+from lightning_memopt.kernels.hopper_kernel import fetch
 from lightning_memopt.kernels.hopper_matmul import (
     HALF,
     TILE_COLUMNS,
@@ -105,20 +106,13 @@ def _strip_position(e, down, across, group):
 
 
 @gluon.jit
-def _fetch(tensors, rings, ready, slot, position, COUNT: gl.constexpr, BYTES: gl.constexpr):
-    mbarrier.expect(ready.index(slot), BYTES)
-    for i in gl.static_range(COUNT):
-        tma.async_copy_global_to_shared(tensors[i], position, ready.index(slot), rings[i].index(slot))
-
-
-@gluon.jit
 def _stream(shared, COUNT: gl.constexpr, BYTES: gl.constexpr):
     """Fetch strips; once one is updated in place, write it back, and fetch another into its slot."""
     tensors, rings, ready, done, total, down, across, group = shared
     slots: gl.constexpr = rings[0].type.shape[0]
     for e in range(gl.minimum(slots, total)):
         row, column = _strip_position(e, down, across, group)
-        _fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
+        fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
     for e in range(total):
         slot = e % slots
         row, column = _strip_position(e, down, across, group)
@@ -128,7 +122,7 @@ def _stream(shared, COUNT: gl.constexpr, BYTES: gl.constexpr):
             tma.async_copy_shared_to_global(tensors[i], [row, column], rings[i].index(slot))
         if e + slots < total:
             tma.store_wait(pendings=0)
-            _fetch(tensors, rings, ready, slot, [next_row, next_column], COUNT, BYTES)
+            fetch(tensors, rings, ready, slot, [next_row, next_column], COUNT, BYTES)
     tma.store_wait(pendings=0)
 
 

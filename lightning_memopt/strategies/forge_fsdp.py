@@ -108,7 +108,6 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         self._peers: Peers | None = None
         self._ranks: Ranks | None = None
         self._near = False  # whether all ranks can read each other's memory
-        self._broke_off = False
 
     # ---------------------------------------------------------------- set-up
 
@@ -240,13 +239,12 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         spoil()
         if self._peers is not None:
             self._peers.fail(exception)
-        self._broke_off = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Leave a module whose parameters are all sharded."""
         if self.lightning_module is not None:
-            (sharding.abandon if self._broke_off else sharding.reshard)(self.lightning_module)
+            sharding.abandon(self.lightning_module)
             gather_by_collectives(sharding.groups(self.lightning_module))
         super().teardown()
 
