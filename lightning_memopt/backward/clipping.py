@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.norms import (
-    GRAM_BYTES,
-    few_tokens,
+    by_gram,
     squared_norm,
     squared_norm_active,
     squared_norm_lookup,
@@ -80,29 +79,21 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
         if slot.sparse is not None:
             parts = (slot.factors, slot.stored, slot.sparse.buffer, dtype)
             squares[i] = squared_norm_active(tuple(slot.weight.shape), slot.sparse.bits, *parts)
-        elif few_tokens(slot.factors, slot.stored):
-            tokens = len(slot.factors[0][0])
-            alike = few.setdefault((slot.param.device, dtype, tokens), {})
-            alike[i] = slot.factors[0]
-            if (len(alike) + 1) * tokens**2 * dtype.itemsize > GRAM_BYTES:
-                squares |= _together(few.pop((slot.param.device, dtype, tokens)), dtype)
+        elif len(slot.factors) == 1 and by_gram(slot.factors, slot.stored):
+            few.setdefault((slot.param.device, dtype, len(slot.factors[0][0])), {})[i] = slot.factors[0]
         elif slot.factors:
             squares[i] = squared_norm(slot.factors, slot.stored, dtype)
         else:
             assert slot.stored is not None
             stored.setdefault((slot.param.device, dtype), {})[i] = slot.stored
     for (_, dtype, _), pairs in few.items():
-        squares |= _together(pairs, dtype)
+        squares |= zip(pairs, squared_norms(list(pairs.values()), dtype).unbind(), strict=True)
     for (_, dtype), grads in stored.items():  # all in a few launches
         roots = torch.stack(torch._foreach_norm(list(grads.values()), 2, dtype))
         squares |= zip(grads, roots.square().unbind(), strict=True)
     together = torch.stack([squares[i].to(device) for i in range(len(slots))])
     norms = total(_scaled(together, [slot.mean**2 for slot in slots])).sqrt()
     return Norms(torch.linalg.vector_norm(norms), dict(zip((slot.name for slot in slots), norms, strict=True)))
-
-
-def _together(pairs: Mapping[int, Factors], dtype: torch.dtype) -> dict[int, Tensor]:
-    return dict(zip(pairs, squared_norms(list(pairs.values()), dtype).unbind(), strict=True))
 
 
 def _scaled(values: Tensor, factors: Sequence[float]) -> Tensor:

@@ -355,7 +355,9 @@ class ShardedUpdater(Updater):
 
     def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         update = super()._build(slot, coefficient)
-        update.crowded = True
+        assert self.ranks is not None
+        if self.ranks.size > 1:
+            update.beside = "collectives" if self.ranks.outbox is None else "barriers"
         return update
 
     def _stands(self, slot: Slot) -> bool:

@@ -28,8 +28,9 @@ TOKENS = 64
 STAGE = TOKENS * (TILE_ROWS + TILE_COLUMNS) * 2
 # Where collectives hold some multiprocessors, one program per multiprocessor would mean that those without one begin
 # when all others are through. Up to so many take turns then, each with so many tiles at least: the first tile of a
-# program is not multiplied while another one is updated.
+# program is not multiplied while another one is updated. Barriers between devices hold few, which are left to them.
 TURNS, TILES = 4, 4
+LEFT_TO_BARRIERS = 2
 # Shared memory of a block on Hopper, less what barriers and reductions take.
 SHARED = 227 * 1024 - 1024
 # Of that, what a tile of dW takes that is handed over.
@@ -174,8 +175,9 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
     else:
         kernel, constants["num_warps"] = weight_gradient_update, 4
         constants |= {"WIDTH": blocks.width(update), "LAG": config.lag}
-    programs = min(tile_count, _multiprocessors(dy.device))
-    if update.crowded:
+    left = LEFT_TO_BARRIERS if update.beside == "barriers" else 0
+    programs = min(tile_count, _multiprocessors(dy.device) - left)
+    if update.beside == "collectives":
         programs *= max(1, min(TURNS, tile_count // (TILES * programs)))
     place = kernel.arg_names.index("tokens")
     return Call(kernel, programs, arguments, constants, operands=2, tokens=place)

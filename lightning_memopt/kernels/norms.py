@@ -5,7 +5,8 @@ Two exact ways, by what costs fewer operations. With T tokens, N outputs and K i
     Gram     ‖dYᵀ x‖² = ⟨dY dYᵀ, x xᵀ⟩      2 T² (N + K) operations, two T × T matrices
     slabs    sum over row slabs of dW         2 T N K operations, one slab
 
-The first follows from tr(xᵀ dY dYᵀ x) = tr(dY dYᵀ x xᵀ).
+The first follows from tr(xᵀ dY dYᵀ x) = tr(dY dYᵀ x xᵀ). On GPUs a kernel forms it for many layers at once, by half of
+each of the two symmetric matrices, of which it stores none (`kernels.gram`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels.slabs import Factors, join, matmul, slab_rows, slabs
+from lightning_memopt.kernels.sparse import has_triton
 from lightning_memopt.kernels.sparse_gradient import active_slabs
 
-# Bytes of Gram matrices that are formed together.
+# Bytes of Gram matrices that are formed together, where they are stored.
 GRAM_BYTES = 1 << 25
+# The kernel for Gram products needs half of their operations, each of which takes it longer than a matmul of slabs.
+KERNEL_GAIN = 1.5
 # Tokens of a look-up whose products with all others are formed at a time.
 LOOKUP_ROWS = 1024
 
@@ -29,29 +33,46 @@ def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.d
     if not factors:
         assert grad is not None
         return torch.linalg.vector_norm(grad, dtype=dtype).square()
-    tokens = sum(len(dy) for dy, _ in factors)
-    out, inputs = factors[0][0].shape[1], factors[0][1].shape[1]
-    if grad is None and tokens * (out + inputs) < out * inputs:
+    if by_gram(factors, grad):
         return squared_norms([join(factors)], dtype)[0]
     total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
-    for _, _, slab in slabs(factors, grad, dtype, slab_rows(inputs, factors[0][0].device)):
+    for _, _, slab in slabs(factors, grad, dtype, slab_rows(factors[0][1].shape[1], factors[0][0].device)):
         total += torch.dot(slab.flatten(), slab.flatten())
     return total
 
 
-def few_tokens(factors: Sequence[Factors], grad: Tensor | None) -> bool:
-    """Whether `squared_norms` takes this gradient: it has one pair of factors only, for which Gram is the way."""
-    if grad is not None or len(factors) != 1:
+def by_gram(factors: Sequence[Factors], grad: Tensor | None) -> bool:
+    """Whether the norm of this gradient is best formed by `squared_norms`, from the tokens of all factors."""
+    if grad is not None or not factors:
         return False
-    (tokens, out), inputs = factors[0][0].shape, factors[0][1].shape[1]
-    return tokens * (out + inputs) < out * inputs
+    tokens, (dy, x) = sum(len(dy) for dy, _ in factors), factors[0]
+    gain = KERNEL_GAIN if _in_kernel(dy, x) else 1
+    return tokens * (dy.shape[1] + x.shape[1]) < gain * dy.shape[1] * x.shape[1]
 
 
 def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
     """‖dYᵀ x‖² of several layers with as many tokens, by Gram, [layers]; an x that follows itself is used once.
 
-    In launches, of which the host makes few for all: they cost it more than the device.
+    In few launches for all: they cost the host more than the device.
     """
+    if dtype == torch.float32 and all(_in_kernel(dy, x) for dy, x in pairs) and len({dy.dtype for dy, _ in pairs}) == 1:
+        from lightning_memopt.kernels import gram
+
+        return gram.squared_norms(pairs)
+    together = max(1, GRAM_BYTES // max(1, len(pairs[0][0]) ** 2 * dtype.itemsize))
+    return torch.cat([_stored(pairs[i : i + together], dtype) for i in range(0, len(pairs), together)])
+
+
+def _in_kernel(dy: Tensor, x: Tensor) -> bool:
+    if not (dy.is_cuda and has_triton()):
+        return False
+    from lightning_memopt.kernels import gram
+
+    return gram.supports(dy, x)
+
+
+def _stored(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
+    """The same with the Gram matrices stored."""
     gram_dys, gram_xs, before = list[Tensor](), list[Tensor](), None
     for dy, x in pairs:
         gram_dys.append(matmul(dy, dy.t(), dtype))

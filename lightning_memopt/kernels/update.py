@@ -14,6 +14,7 @@ from lightning_memopt.rules.base import Rule
 from lightning_memopt.rules.storage import Storage
 
 Rounding = Literal["stochastic", "nearest"]
+Beside = Literal["nothing", "barriers", "collectives"]
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class Update:
         nonfinite: int32 device scalar set to 1 by a kernel that met a non-finite gradient element and left it out.
         active: For a sparse weight, which of its elements to update; its moments in `state` are compact, [1, active].
         memory: Where kernels keep what they need not find out again, or None. Not for parts of the weight.
-        crowded: Collectives may take some of the device's multiprocessors meanwhile.
+        beside: What may run on the device meanwhile: barriers between devices, each of which takes room on one
+            multiprocessor for as long as it waits, or collectives, which hold many.
         standing: Whoever holds this object for several steps sees to it that nothing changes but `scalars`, `key` and
             `coefficient`, and of the scalars not whether there is coupled decay. So `memory` need not compare it again.
         compared: State of `memory` that this update was compared with.
@@ -64,7 +66,7 @@ class Update:
     active: Active | None = None
     entries: Entries | None = None
     memory: Memory | None = None
-    crowded: bool = False
+    beside: Beside = "nothing"
     standing: bool = field(default=False, init=False)
     compared: int = field(default=-1, init=False)
 

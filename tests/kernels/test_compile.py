@@ -92,3 +92,28 @@ def test_compiles_without_spilling_tiles(module, moments, capability, tmp_path) 
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     assert int(stack) <= 32, usage  # bytes per thread: a few scalars, no part of a tile
     assert compiled.metadata.shared <= 99 * 1024  # what a block may use on consumer GPUs
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_norms_compile(capability) -> None:
+    """With loads of 16 bytes that run ahead of the products, in the shared memory of the smallest of these GPUs."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_memopt.kernels import gram
+
+    kernel, numbers, pointers = gram.gram_norms, ("i64",) * gram.LAYERS, ("*bf16",) * gram.LAYERS
+    types = {
+        "dys": pointers, "dy_widths": numbers, "xs": pointers, "x_widths": numbers, "groups": numbers, "out": "*fp32",
+        "tokens": "i32",
+    }  # fmt: skip
+    places = [(kernel.arg_names.index(name), i) for name in ("dys", "xs") for i in range(gram.LAYERS)]
+    source = ASTSource(kernel, types, {}, {place: [["tt.divisibility", 16]] for place in places})
+    options = {"num_warps": gram.WARPS, "num_stages": gram.STAGES}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)) >= 16
+    assert "cp.async.ca" not in ptx and "ld.global" not in ptx
+    assert compiled.metadata.shared <= 99 * 1024
+    if capability == 90:
+        assert "wgmma.mma_async" in ptx

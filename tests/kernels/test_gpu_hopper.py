@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import BF16, F32, INTERPRETED, RULES, check, make_update, twin
@@ -169,17 +171,17 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen"])
-def test_programs_that_take_turns_do_the_same(rule) -> None:
+def test_programs_beside_others_do_the_same(rule) -> None:
     torch.manual_seed(9)
     update = make_update(rule, (4096, 4480), "cuda", BF16)
-    crowded = twin(update, None)
-    crowded.crowded = True
+    others = [replace(twin(update, None), beside=beside) for beside in ("collectives", "barriers")]
     dy, x = factors(200, 4096, 4480, BF16)
-    calls = [hopper.call(each, dy, x, CONFIG) for each in (update, crowded)]
-    assert calls[1].programs == 2 * calls[0].programs
+    calls = [hopper.call(each, dy, x, CONFIG) for each in (update, *others)]
+    assert [call.programs - calls[0].programs for call in calls[1:]] == [calls[0].programs, -hopper.LEFT_TO_BARRIERS]
     for call in calls:
         call.run()
-    assert torch.equal(update.weight, crowded.weight)
-    for storage in update.storage:
-        for entry in storage.entries():
-            assert torch.equal(update.state[entry], crowded.state[entry])
+    for other in others:
+        assert torch.equal(update.weight, other.weight)
+        for storage in update.storage:
+            for entry in storage.entries():
+                assert torch.equal(update.state[entry], other.state[entry])

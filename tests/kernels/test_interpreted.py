@@ -16,7 +16,15 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.parametrize(
-    "module", ["test_flat.py", "test_flat_batch.py", "test_fused_triton.py", "test_embedding.py", "test_sparse.py"]
+    "module",
+    [
+        "test_flat.py",
+        "test_flat_batch.py",
+        "test_fused_triton.py",
+        "test_embedding.py",
+        "test_gram.py",
+        "test_sparse.py",
+    ],
 )
 def test_interpreted(module) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}
