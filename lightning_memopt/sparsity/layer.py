@@ -144,9 +144,18 @@ class SparseLayer:
         self._bits = bits if all(self.shard.each(int(fits))) else None
 
     def fill(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
-        """Add the mask to a state that has none, and remember it; whole moments that are there become compact."""
+        """Add the mask to a state that has none, and remember it; whole moments that are there become compact.
+
+        Raises:
+            UnsupportedError: torch has loaded the state, which casts masks to the weight's dtype.
+        """
         if MASK not in state:
             self._add_mask(state, storage)
+        if state[MASK].dtype != torch.uint8:
+            raise UnsupportedError(
+                f"SMET: optimizer.load_state_dict cast the state of {self.slot.name}, its mask and all, to the weight's"
+                " dtype. Let the Trainer load it, by ckpt_path, or clear the state to begin it anew."
+            )
         self._bits = state[MASK]
 
     def _add_mask(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:

@@ -327,6 +327,17 @@ def test_a_checkpoint_of_cleared_states_has_the_masks(optimizer: str, tmp_path: 
     assert all(torch.equal(value, runs[1][key]) for key, value in runs[0].items())
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step"])
+def test_what_torch_loads_is_refused(hook: str) -> None:
+    """It casts every entry to the weight's dtype, also masks."""
+
+    def reload(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    with pytest.raises(memopt.UnsupportedError, match="cast the state of net"):
+        train(smet(update_every=5), Clears(reload, hook), steps=6)
+
+
 def test_masks_outlive_the_optimizer() -> None:
     """What was read after training can still be read when the states were given up."""
     run = train(callback := smet(update_every=5), steps=12)
