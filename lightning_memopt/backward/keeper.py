@@ -164,7 +164,7 @@ class SlotKeeper:
                 slot.group, slot.storage = group, None
                 # What was loaded may lack entries or have other dtypes; a schedule may have switched a moment on.
                 if slot.tile != tile or (loaded and slot.sparse is None):
-                    self._fill_state(slot)
+                    self.fill_state(slot)
 
     def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         name = self._names.get(param, f"parameter of shape {tuple(param.shape)} (not in the module)")
@@ -178,14 +178,14 @@ class SlotKeeper:
         setattr(slot.leaf, SLOT, slot)
         slot.sparse = self.sparsity(slot)
         slot.entire = slot.leaf is param and slot.sparse is None
-        self._fill_state(slot)
+        self.fill_state(slot)
 
     def _new_slot(
         self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
     ) -> Slot:
         raise NotImplementedError
 
-    def _fill_state(self, slot: Slot) -> None:
+    def fill_state(self, slot: Slot) -> None:
         """Create the state entries that are missing, as torch would before the first step."""
         slot.tile = slot.rule.tile(slot.group)
         state, storage = slot.state, self.storage(slot)
@@ -204,6 +204,15 @@ class SlotKeeper:
 
     def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
         """Give entries of this process's rows the form in which the optimizer keeps them: here as they are."""
+
+    def filled_states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The states of the optimizer's parameters; those that were cleared, to start the moments anew, are created."""
+        slots = self._slots_of(optimizer)
+        states = [slot.state for slot in slots]
+        for slot, state in zip(slots, states, strict=True):
+            if not state:
+                self.fill_state(slot)
+        return states
 
     # ---------------------------------------------------------------- where weights lie
 
@@ -253,7 +262,7 @@ class SlotKeeper:
             entry = saved["state"].get(i, {})
             if slot.sparse is not None:
                 slot.sparse.restore(slot.state, self.storage(slot), entry)
-                self._fill_state(slot)
+                self.fill_state(slot)
                 continue
             if MASK in entry:
                 raise refusal("a checkpoint of SMET without SMET", slot.name)
@@ -262,7 +271,7 @@ class SlotKeeper:
                 if isinstance(storage, Dense) and value is not None:
                     slot.state[storage.name] = value.to(device=param.device, dtype=storage.dtype)
             slot.state.update({key: entry[key].float().cpu() for key in slot.rule.counts if key in entry})
-            self._fill_state(slot)
+            self.fill_state(slot)
 
     # ---------------------------------------------------------------- questions
 

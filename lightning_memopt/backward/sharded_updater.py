@@ -149,7 +149,7 @@ class ShardedUpdater(Updater):
                 state = restored(slot, self.storage(slot), entries)
                 slot.state.clear()
                 slot.state.update(state)
-            self._fill_state(slot)
+            self.fill_state(slot)
 
     # ---------------------------------------------------------------- a backward pass
 

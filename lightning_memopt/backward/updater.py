@@ -126,12 +126,7 @@ class Updater(SlotUpdater):
         """Take in the optimizer's groups and states for a step."""
         self._adopt(optimizer)
         rule_for(optimizer).prepare(optimizer)
-        mine = self._slots_of(optimizer)
-        states = [slot.state for slot in mine]
-        for slot, state in zip(mine, states, strict=True):
-            if not state and slot.sparse is None:  # cleared, to start the moments anew
-                self._fill_state(slot)
-        rule_for(optimizer).settle_all(states)
+        rule_for(optimizer).settle_all(self.filled_states(optimizer))
         self._note_storages()
         self._read = self._facts(optimizer)
 

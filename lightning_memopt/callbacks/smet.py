@@ -250,6 +250,8 @@ class SMET(pl.Callback):
         """Leave the strategy as it was; masks and ages stay readable."""
         if stage == "fit" and isinstance(trainer.strategy, ForgeMixin):
             trainer.strategy.updater.sparsity = Updater.dense
+            for layer in self.layers.values():
+                layer.rest()
 
     # ---------------------------------------------------------------- a step
 

@@ -123,7 +123,7 @@ def store(
         # Lanes that are no weights hold at most the smallest live value, so they need no mask here.
         block_scale = codes.block_scale(largest(x, LENGTH))
         scale = spread(block_scale, WIDTH, LENGTH)
-        tl.store(values + at, codes.encode(x, scale, random, bend, KIND, STOCHASTIC), mask=valid)
+        tl.store(values + at, codes.encode(x, scale, random, bend, KIND), mask=valid)
         index, exists, size = _blocks(place, WIDTH, LENGTH)
         tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
 
@@ -163,7 +163,7 @@ def step(
         offset: Low 32 bits of `Update.offset`.
         TILE, SCALARS: The rule's tile function and the number of its scalars.
         KINDS: The kind of each moment, see `kernels.codes`.
-        STOCHASTIC: Whether a bf16 weight, bf16 slow moments and positive codes are rounded stochastically.
+        STOCHASTIC: Whether bf16 weights and bf16 slow moments are rounded stochastically, as positive codes always are.
     """
     SHARED: tl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
     SECOND: tl.constexpr = raw.shape[1] if SHARED else _BLOCK

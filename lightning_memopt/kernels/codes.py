@@ -29,10 +29,9 @@ _LEVELS = tl.constexpr(codec.SIGNED_LEVELS)
 _OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
 _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.LOWEST_LEVEL)
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
-# What `encode_positive` adds, modulo 2^32: minus the lowest level, and half of what is cut off. Twelve times the lowest
-# level is a multiple of 2^23, which keeps the bytes in the middle of the first number free for random bits.
+# What `encode_positive` adds, modulo 2^32: minus the lowest level, and half of what random bits leave to be cut off.
+# Twelve times the lowest level is a multiple of 2^23, which keeps the bytes in the middle free for these.
 _OFFSET = tl.constexpr(2 * (codec.DITHER - codec.LOWEST * codec.OCTAVE_LEVELS) % (1 << 32))
-_MIDDLE = tl.constexpr(2 * (codec.NEAREST - codec.LOWEST * codec.OCTAVE_LEVELS) % (1 << 32))
 assert not _OFFSET.value & 0x00FFFF00
 _TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
 LIMIT = gefen.GefenRule.limit
@@ -134,8 +133,8 @@ def _dither(random):
 
 
 @triton.jit
-def encode_positive(x, scale, random, STOCHASTIC: tl.constexpr):
-    """The uint8 tile of x, 0 <= x <= scale: to nearest, or up with probability equal to the distance.
+def encode_positive(x, scale, random):
+    """The uint8 tile of x, 0 <= x <= scale: up with probability equal to the distance.
 
     Args:
         random: 32 random bits, of which the low 16 are used.
@@ -143,17 +142,16 @@ def encode_positive(x, scale, random, STOCHASTIC: tl.constexpr):
     ratio = tl.maximum((x * _over(_BELOW_ONE, scale)).to(tl.int32, bitcast=True), _LOWEST).to(tl.uint32, bitcast=True)
     # The distance from the lowest level in fixed point: twice that of `encode_positive` in the rules, so that the code
     # is the highest byte, modulo 2^32.
-    offset = _dither(random) if STOCHASTIC else _MIDDLE
-    return (ratio * (2 * _OCTAVE_LEVELS) + offset >> 24).to(tl.uint8)
+    return (ratio * (2 * _OCTAVE_LEVELS) + _dither(random) >> 24).to(tl.uint8)
 
 
 @triton.jit
-def encode(x, scale, random, bend, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The uint8 tile of codes of x, |x| <= scale, that `decode` takes; `STOCHASTIC` is for positive ones."""
+def encode(x, scale, random, bend, KIND: tl.constexpr):
+    """The uint8 tile of codes of x, |x| <= scale, that `decode` takes; `random` is for positive ones."""
     if KIND == _SIGNED:
         return encode_signed(x, scale)
     elif KIND == _POSITIVE:
-        return encode_positive(x, scale, random, STOCHASTIC)
+        return encode_positive(x, scale, random)
     else:
         return encode_curve(x, scale, bend)
 

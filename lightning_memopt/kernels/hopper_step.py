@@ -115,7 +115,7 @@ def stored(x, random, bend, dtype: gl.constexpr, KIND: gl.constexpr, STOCHASTIC:
     """A moment that blocks do not share as it is to be stored, and its rows' scales where it is coded."""
     if KIND >= _SIGNED:
         scale = codes.block_scale(gl.max(gl.abs(x), 1))
-        return codes.encode(x, scale[:, None], random, bend, KIND, STOCHASTIC), scale
+        return codes.encode(x, scale[:, None], random, bend, KIND), scale
     elif KIND == _SLOW and STOCHASTIC and dtype == gl.bfloat16:
         return tiles.round_bf16(x, tiles.low_bits(random)), x
     else:

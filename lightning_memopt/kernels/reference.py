@@ -53,9 +53,9 @@ def apply_gradient(update: Update, grad: Tensor) -> bool:
         entries.step(rule, w, g, g2, moments, scalars)
     index = update.offset if entries is None else entries.index
     stochastic = update.rounding == "stochastic"
-    rounder = partial(round_stochastic, key=update.key, offset=index, low=True) if stochastic else None
+    rounder = partial(round_stochastic, key=update.key, offset=index, low=True)
     for storage, moment in zip(update.storage, moments, strict=True):
-        storage.save(update.state, moment, rounder)
+        storage.save(update.state, moment, rounder if stochastic or storage.dithered else None)
     if w is not weight:
         if weight.dtype == torch.bfloat16 and stochastic:
             w = round_stochastic(w, update.key, index)

@@ -170,7 +170,7 @@ def _store(
         for i in tl.static_range(len(largest)):
             scale = scale + (codes.block_scale(largest[i]),)  # type: ignore[assignment]
         scale = spread(scale, place[3], LENGTH)
-        scatter(values, entry, codes.encode(x, scale, random, bend, KIND, STOCHASTIC), active)
+        scatter(values, entry, codes.encode(x, scale, random, bend, KIND), active)
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def write(
 
     Args:
         largest0, largest1: Of whole spans.
-        STOCHASTIC: Whether a bf16 weight, bf16 slow moments and positive codes are rounded stochastically.
+        STOCHASTIC: Whether bf16 weights and bf16 slow moments are rounded stochastically, as positive codes always are.
     """
     where, decayed, g, old, units, own = tile
     at, entry, active, keep, place, age = where

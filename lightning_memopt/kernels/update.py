@@ -34,7 +34,7 @@ class Update:
             needs a new launch argument.
         key: Rounding key of this parameter and step; on the device in `row_key` (int32, the same bits).
         row_key: See `key`.
-        rounding: How a bf16 weight, and a bf16 second moment, is stored.
+        rounding: How a bf16 weight, and a bf16 second moment, is stored; 8-bit ones do not ask.
         coefficient: Clip coefficient of the step, a 0-dimensional tensor on the weight's device, or None. In `row` it
             is part of the scale already.
         offset: Index of the weight's first element in the full parameter (not 0 on a shard).

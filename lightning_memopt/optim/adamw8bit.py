@@ -28,7 +28,7 @@ class AdamW8bit(CheckedOptimizer):
         betas: Decay of first and second moment.
         eps: Added to the root of the corrected second moment.
         weight_decay: Decoupled weight decay.
-        rounding: "nearest" rounds weights and codes to nearest instead; slow second moments then stall.
+        rounding: "nearest" rounds bf16 weights to nearest instead. Codes of ``exp_avg_sq`` are not: they would stall.
         seed: Seed of stochastic rounding.
 
     Raises:

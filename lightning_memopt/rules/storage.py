@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-# Rounds a float32 tensor to bf16; None where the run rounds to nearest.
+# Rounds a float32 tensor to bf16 stochastically; None to round to nearest.
 Rounder = Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Base: a moment named `name` in the state, torch's own key for it."""
+    """Base: a moment named `name` in the state, torch's own key for it.
+
+    Attributes:
+        dithered: Steps round it stochastically also where they round weights to nearest.
+    """
 
     name: str
+    dithered: ClassVar[bool] = False
 
     def entries(self) -> tuple[str, ...]:
         """Names of this moment's entries in the state."""

@@ -106,14 +106,23 @@ class SparseLayer:
         return self.param.shape[0], self.param.shape[1]
 
     @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of the weight; where a user cleared it, it begins anew, at the mask that it had."""
+        state = self.slot.state
+        # Not the mask that is remembered: there is none any more, or the state was moved or loaded.
+        if state.get(MASK) is not self._bits:
+            self.slot.updater.fill_state(self.slot)
+        return state
+
+    @property
     def own(self) -> int:
         """Number of active weights that are here; a topology update may change it."""
-        return len(self.slot.state[COHORT])
+        return len(self.state[COHORT])
 
     @property
     def bits(self) -> Tensor:
         """The mask, packed."""
-        return self.slot.state[MASK]
+        return self.state[MASK]
 
     def scaled(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The parameter group with the learning rate of this layer."""
@@ -135,9 +144,21 @@ class SparseLayer:
         self._bits = bits if all(self.shard.each(int(fits))) else None
 
     def fill(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
-        """Add the mask to a state that has none; whole moments that are there already become compact."""
-        if MASK in state:
-            return
+        """Add the mask to a state that has none, and remember it; whole moments that are there become compact.
+
+        Raises:
+            UnsupportedError: torch has loaded the state, which casts masks to the weight's dtype.
+        """
+        if MASK not in state:
+            self._add_mask(state, storage)
+        if state[MASK].dtype != torch.uint8:
+            raise UnsupportedError(
+                f"SMET: optimizer.load_state_dict cast the state of {self.slot.name}, its mask and all, to the weight's"
+                " dtype. Let the Trainer load it, by ckpt_path, or clear the state to begin it anew."
+            )
+        self._bits = state[MASK]
+
+    def _add_mask(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
         bits = self._bits
         if bits is None:
             bits = random_mask(self.runs, self.keep, self.settings.seed, self.shard.device)
@@ -172,13 +193,17 @@ class SparseLayer:
 
     def zero(self) -> None:
         """Set inactive weights to zero."""
-        apply_mask(self.param, self.slot.state[MASK])
+        apply_mask(self.param, self.bits)
+
+    def rest(self) -> None:
+        """At the end of a run: remember the mask in host memory, where the optimizer's states go as well."""
+        self._bits = self.bits.cpu()
 
     # ---------------------------------------------------------------- an update
 
     def update(self, ages: Ages) -> Active:
         """What the kernels need."""
-        state = self.slot.state
+        state = self.state
         return Active(state[MASK], state[INDEX], state[COHORT], ages, self.growth, self.stored)
 
     @property
@@ -206,7 +231,7 @@ class SparseLayer:
     def ages_of_step(self) -> Ages:
         """Scalars of every cohort for the update about to be taken."""
         slot, settings = self.slot, self.settings
-        group, state = self.scaled(slot.group), slot.state
+        group, state = self.scaled(slot.group), self.state
         rule = slot.rule
         names = rule.aged_scalars if settings.bias_correction == "age" else ()
         rows = []
@@ -217,7 +242,7 @@ class SparseLayer:
 
     def ages_key(self) -> tuple[Any, ...]:
         """Layers with equal keys share `ages_of_step`."""
-        state = self.slot.state
+        state = self.state
         return (id(self.slot.group), self.slot.rule.cache_key(state), self.lr_scale, state[STEPS], state[BIRTHS])
 
     def ramp(self, age: int) -> float:
@@ -226,7 +251,7 @@ class SparseLayer:
 
     def advance(self, step: int) -> None:
         """Count an update that was taken, in optimizer step number `step`."""
-        self.slot.state[STEPS] += 1
+        self.state[STEPS] += 1
         self.stepped = step
         if self.growth is not None:
             self.growth.finish()
@@ -259,7 +284,7 @@ class SparseLayer:
         if self.settings.growth == "gradient" and sum(self.shard.each(seen)) < k:
             self._say("it had no gradient in the step before a topology update, which leaves it as it is.")
             return Change(0, 0)
-        state, param = self.slot.state, self.param
+        state, param = self.state, self.param
         bits = exchange(param, state[MASK], self.runs, k, self.settings.seed, event, growth)
         states.change_mask(state, storage, bits, self._shape, compute_dtype(param), self.shard)
         self.zero()
@@ -291,7 +316,7 @@ class SparseLayer:
         Args:
             coming: The age in the update to come, instead of in the last one (a weight that has had none: 1).
         """
-        state = self.slot.state
+        state = self.state
         ages = [max(1, age + 1 if coming else age) for age in states.ages(state)]
         values = torch.tensor(ages, dtype=torch.int32, device=self.shard.device)[state[COHORT].int()]
         result = torch.zeros(self.param.shape, dtype=torch.int32, device=self.shard.device)
@@ -300,7 +325,7 @@ class SparseLayer:
 
     def bytes(self) -> dict[str, int]:
         """Bytes of the weight and of what belongs to it, as allocated by this process."""
-        state = self.slot.state
+        state = self.state
         own = {"mask": state[MASK].nbytes, "index": state[INDEX].nbytes, "ages": state[COHORT].nbytes}
         others = [local(v) for k, v in state.items() if k not in states.ENTRIES and isinstance(v, Tensor) and v.dim()]
         return {"weight": self.param.nbytes, "moments": sum(tensor.nbytes for tensor in others), **own}

@@ -150,6 +150,11 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         self.post_backward(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What a checkpoint holds of it; of a state that was cleared since the last step, what the next begins with."""
+        self.updater.filled_states(optimizer)
+        return super().optimizer_state(optimizer)
+
     def teardown(self) -> None:
         """Release the graphs' memory and go back to the default stream."""
         self._graphs = None

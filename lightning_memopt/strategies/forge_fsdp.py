@@ -256,7 +256,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
     # ---------------------------------------------------------------- checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all ranks, under parameter names."""
+        """As on one device; the state of all ranks, under parameter names."""
+        self.updater.filled_states(optimizer)  # before they take another form
         with portable.portable(optimizer):
             return super().optimizer_state(optimizer)
 

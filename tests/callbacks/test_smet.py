@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from harness import OPTIMIZERS, Module, Net, fit, next_token_loss, square_loss, 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sparse_oracle import Oracle
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import lightning_memopt as memopt
 from lightning_memopt.compat import CASES
@@ -233,6 +234,117 @@ def test_full_layers_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     assert any("net.down.weight: only 4 of 136" in line for line in said)
     assert callback.masks["net.up.weight"].all() and int(callback.masks["net.down.weight"].sum()) == 132
     assert run.weights["net.up.weight"].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- cleared states
+def clear_all(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def clear_each(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        optimizer.state[weight].clear()
+
+
+def delete_each(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        del optimizer.state[weight]
+
+
+class Clears(Module):
+    """Clears optimizer states in two steps, at some place in the step."""
+
+    def __init__(self, clear: Callable[[Optimizer, list[nn.Parameter]], None], hook: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.clear, self.hook = clear, hook
+
+    def at(self, hook: str) -> None:
+        if hook == self.hook and self.global_step in (4, 13):
+            optimizer = self.trainer.optimizers[0]
+            self.clear(optimizer, [self.net.up.weight, self.net.down.weight])
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.at("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.at("on_before_backward")
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_before_backward"])
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+@pytest.mark.parametrize("clear", [clear_all, clear_each, delete_each])
+def test_states_may_be_cleared_anywhere_in_a_step(clear: Any, name: str, hook: str) -> None:
+    """Before the backward pass one place is as good as another."""
+    first, second = (
+        train(c := smet(update_every=5), Clears(clear, at, optimizer=OPTIMIZERS[name]), steps=17).weights | c.ages
+        for at in ("on_train_batch_start", hook)
+    )
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+class ClearsStates(pl.Callback):
+    """Clears the optimizer's state after some steps, before anyone else looks at it."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.oracle: Oracle | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.optimizers[0].state.clear()
+            if self.oracle is not None:
+                self.oracle.steps = 0
+                for moment in (moment for moments in self.oracle.moments.values() for moment in moments):
+                    moment.zero_()
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_a_cleared_state_begins_anew(growth: str) -> None:
+    """With the mask of the run, no moments, and age 1 for all; also right before a topology update."""
+    callback, clears = smet(update_every=5, growth=growth), ClearsStates(7, 10)
+    clears.oracle = oracle = Oracle(callback, next_token_loss, 2**0.5, 4)
+    train(callback, callbacks=[clears, oracle], steps=23, precision="64-true")
+    assert oracle.events >= 2 * 3 and max(oracle.worst, oracle.worst_dense) <= 1e-14
+    assert int(callback.ages[SPARSE[0]].max()) == 13
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "gefen"])
+def test_a_checkpoint_of_cleared_states_has_the_masks(optimizer: str, tmp_path: Path) -> None:
+    """It resumes bitwise."""
+    makers: dict[str, Any] = {"adamw8bit": memopt.AdamW8bit, "gefen": memopt.Gefen, "adamw": AdamW}
+    make = partial(Module, wide_net, partial(makers[optimizer], lr=1e-3), square_loss)
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=9, save_top_k=-1)
+    runs = []
+    for ckpt_path, callbacks in ((None, [ClearsStates(9), save]), (tmp_path / "step=9.ckpt", [])):
+        callback = smet(update_every=4)
+        run = fit(make(), NEAREST(), Replay(60, vectors(64, 60)), ckpt_path, max_steps=17, max_epochs=1,
+                  callbacks=[*callbacks, callback], enable_checkpointing=bool(callbacks))  # fmt: skip
+        runs.append(run.weights | callback.masks | {f"age of {name}": age for name, age in callback.ages.items()})
+    assert all(torch.equal(value, runs[1][key]) for key, value in runs[0].items())
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step"])
+def test_what_torch_loads_is_refused(hook: str) -> None:
+    """It casts every entry to the weight's dtype, also masks."""
+
+    def reload(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    with pytest.raises(memopt.UnsupportedError, match="cast the state of net"):
+        train(smet(update_every=5), Clears(reload, hook), steps=6)
+
+
+def test_masks_outlive_the_optimizer() -> None:
+    """What was read after training can still be read when the states were given up."""
+    run = train(callback := smet(update_every=5), steps=12)
+    before = callback.masks
+    run.optimizer.state.clear()
+    assert all(torch.equal(mask, callback.masks[name]) for name, mask in before.items())
+    assert {int(age.max()) for age in callback.ages.values()} == {1}
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints

@@ -78,7 +78,7 @@ def test_configurations(config) -> None:
     step_both(make_update("adamw", (1024, 2304), "cuda", BF16), *factors(200, 1024, 2304), hopper.Config(*config))
 
 
-@pytest.mark.parametrize("rule", ["adam", "gefen"])
+@pytest.mark.parametrize("rule", ["adam", "adamw8bit", "gefen"])
 @pytest.mark.parametrize("clip", [0.05, float("inf")])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_clipping_and_rounding(rule, clip, rounding) -> None:

@@ -109,12 +109,16 @@ def test_codes_fused(rule, density, device) -> None:
     both(update, factors=factors, fused=True)
 
 
-@pytest.mark.parametrize("rule", ["adamw", *CODED_RULES])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "rounding"),
+    [*((rule, BF16, "stochastic") for rule in ("adamw", *CODED_RULES)), ("adamw8bit", F32, "nearest")],
+)
 @pytest.mark.parametrize("offset", [78, 77])
-def test_random_bits_are_the_references(rule, offset, device) -> None:
+def test_random_bits_are_the_references(rule, dtype, rounding, offset, device) -> None:
     torch.manual_seed(11)
     shape = (16, 501)
-    update = sparsify(make_update(rule, shape, device, BF16), random_mask(shape, 0.4, device))
+    update = make_update(rule, shape, device, dtype, rounding=rounding)
+    update = sparsify(update, random_mask(shape, 0.4, device))
     update = replace(update, offset=offset)
     expected, grad = twin(update, None), gradient(shape, device)
     assert sparse_reference.apply(expected, (), grad, 16)

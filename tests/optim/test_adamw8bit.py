@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.optim import AdamW8bit
+from lightning_memopt.rules.storage_8bit import PositiveCodes
 
 
 def make_net() -> nn.Module:
@@ -75,6 +76,21 @@ def test_weights_without_gradient_never_move(rounding) -> None:
     assert torch.equal(weight[dead], start[dead])
     # No live weight leaps either, as one divided by a vanished second moment would.
     assert (weight - start)[~dead].abs().max() < 200 * 0.1 * 5
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_second_moments_follow_the_gradient(rounding) -> None:
+    """Their mean is AdamW's while gradients stay alike, and after they have fallen to a tenth."""
+    torch.manual_seed(4)
+    coded, exact = (nn.Parameter(torch.zeros(64, 128)) for _ in range(2))
+    optimizers = AdamW8bit([coded], lr=0, rounding=rounding), torch.optim.AdamW([exact], lr=0)
+    for step in range(900):
+        coded.grad = exact.grad = torch.randn(64, 128) * (1.0 if step < 500 else 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step in (499, 899):
+            moment = PositiveCodes("exp_avg_sq").load(optimizers[0].state[coded], torch.float32)
+            assert moment.mean() == pytest.approx(float(optimizers[1].state[exact]["exp_avg_sq"].mean()), rel=0.02)
 
 
 def test_small_and_large_gradients_share_a_block() -> None:

@@ -158,6 +158,25 @@ def test_what_is_shown(two: Ranks) -> None:
     assert all(result["said"]["memory"]["mask"] < single["said"]["memory"]["mask"] for result in results)
 
 
+class ClearsStates(pl.Callback):
+    """Clears the optimizer's state after two steps, of which a topology update follows the first."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in (6, 9):
+            trainer.optimizers[0].state.clear()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
+def test_a_cleared_state_begins_anew(two: Ranks, optimizer: str) -> None:
+    """With the mask of the run, on all ranks."""
+    make = partial(Module, net=Deep, optimizer=OPTIMIZERS[optimizer])
+    single = train_forge(make, callbacks=[ClearsStates(), Watched(**OPTIONS)], inspect=says)
+    results = two(train, make, callbacks=[ClearsStates(), Watched(**OPTIONS)], inspect=says)
+    assert_same_topology(single["said"], results[0]["said"])
+    assert furthest(*results) == 0 and furthest(single, results[0]) <= 1e-5
+    assert max(int(age.max()) for age in results[0]["said"]["ages"].values()) == 11
+
+
 def fit_twice() -> list[dict[str, Tensor]]:
     """Masks at the end of a fit, at the start and the end of another of the same module and callback."""
     module, callback = Module(net=Deep), memopt.SMET(**OPTIONS)
@@ -405,6 +424,21 @@ def test_bf16_resumes_bitwise(two: Ranks, tmp_path: Path) -> None:
     run(2, {2: two}, save=tmp_path / "a.ckpt", **options, **SEVEN)
     resumed = run(2, {2: two}, ckpt_path=tmp_path / "a.ckpt", **options, **THIRTEEN)
     assert furthest(resumed, run(2, {2: two}, **options, **THIRTEEN)) == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_of_cleared_states_has_the_masks(two: Ranks, form: str, tmp_path: Path) -> None:
+    """Saved right after the step in which states were cleared."""
+    make, callbacks = partial(Module, net=Deep), [ClearsStates(), memopt.SMET(**OPTIONS)]
+    options: dict[str, Any] = {"make": make, "strategy": FORMATS[form], "inspect": says, "batches": 1}
+    save, to_nine, on = tmp_path / "a.ckpt", {"max_steps": 9}, {"max_steps": 13}
+    saved = two(train, callbacks=callbacks, save=save, **options, **to_nine)[0]
+    resumed = two(train, callbacks=callbacks[1:], ckpt_path=save, **options, **on)[0]
+    whole_run = two(train, callbacks=callbacks, **options, **on)[0]
+    assert furthest(resumed, whole_run) == 0 and furthest(saved, resumed) > 0
+    for part in ("masks", "ages"):
+        mine, other = resumed["said"][part], whole_run["said"][part]
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 class Buffers(pl.Callback):
