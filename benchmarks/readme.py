@@ -52,10 +52,10 @@ SHARDED = (
         "An 8B-shaped Llama in bf16, sharded over the GPUs of one host: `forge_fsdp` and Lightning's FSDP2 strategy "
         "with torch's fused AdamW. Tokens are per rank and step; a step's time is the median over ranks. Where methods "
         "ran in turn, a few steps each in the same processes, times can be compared; one after the other they differ "
-        "by as much as hosts do. `forge_fsdp` gathers weights and exchanges factors by copies between devices or, as "
-        "it did before, by NCCL's collectives. *Received* is what a rank receives of gradients in a step, counted, and "
-        "in brackets as planned; *hidden* is the part of the time in NCCL's kernels and such copies during which "
-        "others ran as well.",
+        "by as much as hosts do, and these rows are of before the last changes in docs/sharding.md. `forge_fsdp` "
+        "gathers weights and exchanges factors by copies between devices. *Received* is what a rank receives of "
+        "gradients in a step, counted, and in brackets as planned; *hidden* is the part of the time in NCCL's kernels "
+        "and such copies during which others ran as well.",
         120,
     )
     + "\n"
