@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.data import RandomTokens, TextDataModule
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.planning.exchanged import blocks
 from lightning_memopt.planning.live import ROUNDING
 from lightning_memopt.planning.methods import METHODS, Groups, Holds, PlannedMethod, forged, stepped
 from lightning_memopt.planning.result import RESERVE, Kinds, MethodPlan, Plan
@@ -112,6 +113,7 @@ def _plan(
         autocast=torch.bfloat16 if precision in ("bf16-mixed", "16-mixed") else None,
         checkpoint=getattr(strategy, "checkpoint", ()),
         vocab_size=vocab_size,
+        ranks=world_size,
     )
     traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}
     count = _batch_size(batch)
@@ -172,12 +174,10 @@ class _Shards:
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self.world_size = world_size
         self.all = _bytes([*module.parameters(), *module.buffers()])
-        # A block is an element of a list of modules; the block at work and the one fetched ahead are whole.
-        blocks = [
-            _bytes(child.parameters()) for part in module.modules() if isinstance(part, nn.ModuleList) for child in part
-        ]
-        rest = self.all - sum(blocks)
-        self.gathered = 2 * max(blocks, default=0) + max(rest, 0) if world_size > 1 else 0
+        # The block at work and the one fetched ahead are whole.
+        sizes = [_bytes(block.parameters()) for block in blocks(module)]
+        rest = self.all - sum(sizes)
+        self.gathered = 2 * max(sizes, default=0) + max(rest, 0) if world_size > 1 else 0
 
     def share(self, size: int) -> int:
         """One device's part."""
@@ -192,11 +192,11 @@ class _Shards:
 def _peak(shards: _Shards, traced: Trace, holds: Holds, scale: float) -> tuple[Kinds, str]:
     run, end = traced.peak(scale), traced.end.scaled(scale)
     state = shards.share(holds.state)
-    passes = Kinds(shards.weights, state, shards.share(run.gradients) + run.factors, run.activations, run.logits, 0)
+    passes = Kinds(shards.weights, state, run.gradients + run.factors, run.activations, run.logits, 0)
     step = Kinds(
         shards.share(shards.all),
         state,
-        shards.share(end.gradients) + end.factors,
+        end.gradients + end.factors,
         end.activations,
         end.logits,
         shards.share(holds.scratch),

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_memopt.backward import embedding, linear
 from lightning_memopt.backward.linear import SLOT
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.planning.exchanged import Exchanged
 from lightning_memopt.planning.live import Bytes, LiveBytes
 from lightning_memopt.planning.stand_ins import stand_ins
 from lightning_memopt.run_config import default_dtype
@@ -49,8 +51,8 @@ class Slots:
 
     queueing = False  # the traced pass is that of a step
 
-    def __init__(self, live: LiveBytes, keep: bool) -> None:
-        self.live, self.keep = live, keep
+    def __init__(self, live: LiveBytes, keep: bool, exchanged: Exchanged | None) -> None:
+        self.live, self.keep, self.exchanged = live, keep, exchanged
         self.kept: list[Any] = []
 
     def give(self, param: nn.Parameter) -> None:
@@ -73,20 +75,27 @@ class _Slot:
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the pair, or where it is larger than the gradient, that."""
+        pair, most = self._received(dy, x)
         if not self.updater.keep:
             return True
-        gradient = self.param.numel() * compute_dtype(self.param).itemsize
-        if self.folded or sum(t.numel() * t.element_size() for t in (dy, x)) > gradient:
+        if self.folded or pair is None or sum(t.numel() * t.element_size() for t in pair) > most:
             if not self.folded:
                 buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
                 self.updater.live.relabel(buffer, "gradients")
                 self.updater.kept.append(buffer)
             self.folded = True
             return True
-        for tensor in (dy, x):
+        for tensor in pair:
             self.updater.live.relabel(tensor, "factors")
-        self.updater.kept.append((dy, x))
+        self.updater.kept.append(pair)
         return True
+
+    def _received(self, dy: Tensor, x: Tensor) -> tuple[Factors | None, int]:
+        """The factors of this device's rows, if it has any, and the bytes from which on their gradient is kept."""
+        if self.updater.exchanged is None:
+            return (dy, x), self.param.numel() * compute_dtype(self.param).itemsize
+        pair = self.updater.exchanged.receive(self.param, dy, x)
+        return pair, self.param.numel() * self.param.element_size() // self.updater.exchanged.ranks
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
         """Keep the looked-up rows' gradient."""
@@ -103,6 +112,7 @@ def trace(
     autocast: torch.dtype | None = None,
     checkpoint: Sequence[str] = (),
     vocab_size: int | None = None,
+    ranks: int = 1,
 ) -> Trace:
     """Run ``training_step`` and backward on the meta device.
 
@@ -113,6 +123,7 @@ def trace(
         autocast: The lower precision of mixed precision.
         checkpoint: Name patterns of modules that run again in backward, see `lightning_memopt.ForgeStrategy`.
         vocab_size: By which logits are told from other activations.
+        ranks: Devices that share the module, of which one is traced.
 
     Raises:
         MemOptError: The module does something that needs values or a Trainer.
@@ -121,7 +132,8 @@ def trace(
     weights = [*module.parameters(), *module.buffers()]
     batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*weights, *batch_tensors], vocab_size)
-    slots = Slots(live, keep=route == "deferred")
+    exchanged = Exchanged(module, ranks, live) if ranks > 1 else None
+    slots = Slots(live, keep=route == "deferred", exchanged=exchanged)
     changed: list[nn.Module] = []
     handles = []
     if route in ("fused", "deferred"):
@@ -147,7 +159,11 @@ def trace(
                 loss.backward()
                 del loss
             live.sample()
-            return Trace(tuple(_with_old_gradients(live.samples, forward, live.now)), live.now)
+            window = exchanged.window if exchanged is not None else 0
+            *samples, end = (_shared(sample, ranks, window) for sample in (*live.samples, live.now))
+            if route == "stored":
+                samples = list(_with_old_gradients(samples, forward, end))
+            return Trace(tuple(samples), end)
     except (NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
         raise MemOptError(
             f"{type(module).__name__}.training_step cannot be traced without data: {type(error).__name__}: {error}"
@@ -160,6 +176,11 @@ def trace(
         for param in module.parameters():
             param.grad = None
             param.__dict__.pop(SLOT, None)
+
+
+def _shared(sample: Bytes, ranks: int, window: int) -> Bytes:
+    """What one of several devices has of gradients, and the window that factors are left in."""
+    return sample._replace(gradients=-(-sample.gradients // ranks), factors=sample.factors + window)
 
 
 def _with_old_gradients(samples: Sequence[Bytes], forward: int, end: Bytes) -> Iterator[Bytes]:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from lightning_memopt.cli import main
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models import LlamaModule
 from lightning_memopt.planning.methods import METHODS, stepped
-from lightning_memopt.planning.planner import parse_memory
+from lightning_memopt.planning.planner import on_meta, parse_memory
 from lightning_memopt.planning.result import RESERVE
 from lightning_memopt.planning.trace import trace
 from lightning_memopt.run_config import RunConfig
@@ -324,3 +324,68 @@ def plan_of():
 @pytest.mark.parametrize(("config", "tokens", "method", "peak_gib", "options"), list(recorded()))
 def test_within_eight_percent_of_what_was_measured(plan_of, config, tokens, method, peak_gib, options):
     assert plan_of(config, tokens, options)[method].peak_gib == pytest.approx(peak_gib, rel=0.08)
+
+
+def sharded():
+    """Measured peaks of one of several GPUs that share a model."""
+    names = {"adamw_fused": "adamw", "adamw": "forge_adamw", "adamw8bit": "forge_adamw8bit", "gefen": "forge_gefen"}
+    with (RESULTS / "multigpu.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["part"] == "speed" and row["result"] == "ran" and row["route"] == "auto":
+                method = names[row["optimizer"]] + ("_clip" if row["clip"] else "")
+                yield int(row["ranks"]), int(row["tokens"]), method, float(row["peak_gib"])
+
+
+@pytest.fixture(scope="module")
+def sharded_plan_of():
+    from benchmarks.multigpu import EIGHT_B
+    from benchmarks.multigpu_rank import Job, Model
+
+    @cache
+    def cached(ranks, tokens):
+        module = Model(Job(part="speed", ranks=ranks, device="cuda", shape=EIGHT_B | {"num_layers": 32}))
+        batch = torch.zeros(1, tokens + 1, dtype=torch.int64)
+        methods = {method for *case, method, _ in sharded() if case == [ranks, tokens]}
+        return memopt.plan(module, batch, methods=sorted(methods), precision="bf16-true", world_size=ranks)
+
+    return cached
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "method", "peak_gib"), list(sharded()))
+def test_within_two_percent_of_what_was_measured_sharded(sharded_plan_of, ranks, tokens, method, peak_gib):
+    assert sharded_plan_of(ranks, tokens)[method].peak_gib == pytest.approx(peak_gib, rel=0.02)
+
+
+def test_factors_of_two_blocks_are_under_way():
+    """Of square layers of 256, with 8 tokens on each of 2 devices: 16 tokens of x and of half of dY."""
+
+    class Blocks(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(4))
+
+        def training_step(self, batch, _):
+            for block in self.blocks:
+                batch = block(batch)
+            return batch.sum()
+
+    ends = [trace(on_meta(Blocks(), None), torch.randn(8, 256), route, ranks=2).end for route in ("fused", "deferred")]
+    received, left = 16 * (256 + 128) * 4, 8 * (256 + 128) * 4
+    assert ends[0].factors == 2 * received + left
+    assert ends[1].factors == 4 * received + left
+
+
+def test_few_rows_are_received_as_gradients():
+    """A layer whose factors are larger than its rows' gradients: two blocks of dW."""
+    module = nn.Linear(64, 16, bias=False)
+
+    class Narrow(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = module
+
+        def training_step(self, batch, _):
+            return self.layer(batch).sum()
+
+    end = trace(on_meta(Narrow(), None), torch.randn(512, 64), "fused", ranks=2).end
+    assert end.factors == 2 * 16 * 64 * 4
