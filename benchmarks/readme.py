@@ -50,12 +50,18 @@ KERNELS = (
 SHARDED = (
     fill(
         "An 8B-shaped Llama in bf16, sharded over the GPUs of one host: `forge_fsdp` and Lightning's FSDP2 strategy "
-        "with torch's fused AdamW. Tokens are per rank and step; a step's time is the median over ranks. Where methods "
-        "ran in turn, a few steps each in the same processes, times can be compared; one after the other they differ "
-        "by as much as hosts do, and these rows are of before the last changes in docs/sharding.md. `forge_fsdp` "
-        "gathers weights and exchanges factors by copies between devices. *Received* is what a rank receives of "
-        "gradients in a step, counted, and in brackets as planned; *hidden* is the part of the time in NCCL's kernels "
-        "and such copies during which others ran as well.",
+        "with torch's fused AdamW. Tokens are per rank and step; a step's time is the median over ranks, of methods "
+        "that ran in turn, a few steps each in the same processes.",
+        120,
+    )
+    + "\n"
+)
+SHARDED_ROWS = (
+    fill(
+        "By themselves, one after the other, methods differ by as much as hosts do; these rows are of before the last "
+        "changes in docs/sharding.md. `forge_fsdp` gathers weights and exchanges factors by copies between devices. "
+        "*Received* is what a rank receives of gradients in a step, counted, and in brackets as planned; *hidden* is "
+        "the part of the time in NCCL's kernels and such copies during which others ran as well.",
         120,
     )
     + "\n"
@@ -100,7 +106,7 @@ def measured(root: Path = ROOT) -> str:
         parts += [KERNELS, kernel_table([row for row in rows if row["layer"] == LAYER]), losses(rows), about]
     sharded = root / "benchmarks" / "results" / "multigpu.csv"
     if sharded.is_file():
-        parts += [SHARDED, sharded_table(report.read(sharded))]
+        parts += [SHARDED, sharded_summary(report.read(sharded))]
     if not parts:
         return ""
     more = "All models and layers: [`docs/results.md`](docs/results.md).\n"
@@ -121,7 +127,8 @@ def results(root: Path = ROOT) -> str:
         parts += ["## Kernels\n", KERNELS, kernel_table(rows), losses(rows), about]
     sharded = root / "benchmarks" / "results" / "multigpu.csv"
     if sharded.is_file():
-        parts += ["## Sharded\n", SHARDED, sharded_table(report.read(sharded))]
+        rows = report.read(sharded)
+        parts += ["## Sharded\n", SHARDED, sharded_summary(rows), SHARDED_ROWS, sharded_table(rows)]
     if not parts:
         return ""
     return "\n".join(
@@ -152,17 +159,33 @@ def _cell(column: str, text: str) -> str:
     return (f"{float(text):.2f}" if "/" in column else f"{float(text):.3f}") if text else "-"
 
 
-def sharded_table(rows: list[report.Cells]) -> str:
-    """Speed in turn, speed and memory by method, then what was checked besides."""
-    lines = ["| GPUs | method, in turn | tokens | step ms | of FSDP2's |", "| ---: | --- | ---: | ---: | ---: |"]
+def sharded_summary(rows: list[report.Cells]) -> str:
+    """Of each method that ran in turn times, in brackets as parts of FSDP2's, and peaks; then what was checked."""
     turns = [row for row in rows if row["part"] == "turns" and row["result"] == "ran"]
-    for row, time, ratio in _times(turns):
-        lines.append(f"| {row['ranks']} | {_name(row)} | {row['tokens']} | {time} | {ratio} |")
-    lines = [*lines, ""] if turns else []
-    lines.append(
-        "| GPUs | method, by itself | tokens | step ms | of FSDP2's | peak GiB per rank | received MB | hidden | loss |"
-    )
-    lines.append("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    cells = {(*_of(row), row["tokens"], row["clip"]): f"{time} ({ratio})" for row, time, ratio in _times(turns)}
+    peaks = {(*_of(row), row["tokens"]): row["peak_gib"] for row in rows if row["part"] == "speed" and not row["clip"]}
+    cases = sorted({(int(row["tokens"]), row["clip"]) for row in turns}, key=lambda case: (case[1], case[0]))
+    sizes = sorted({tokens for tokens, _ in cases})
+    heads = [f"{tokens} tokens{', clipped' if clip else ''}: ms" for tokens, clip in cases]
+    heads += [f"{tokens}: peak GiB per rank" for tokens in sizes]
+    lines = ["| GPUs | method | " + " | ".join(heads) + " |", "| ---: | --- |" + " ---: |" * len(heads)]
+    for ranks, name in dict.fromkeys(map(_of, turns)):
+        line = [cells.get((ranks, name, str(tokens), clip), "-") for tokens, clip in cases]
+        line += [peaks.get((ranks, name, str(tokens)), "-") for tokens in sizes]
+        lines.append(f"| {ranks} | {name} | " + " | ".join(line) + " |")
+    return "\n".join([*lines, "", *checks([row for row in rows if row["part"] not in ("speed", "turns")])]) + "\n"
+
+
+def _of(row: report.Cells) -> tuple[str, str]:
+    return row["ranks"], _name({**row, "clip": "", "by": ""})
+
+
+def sharded_table(rows: list[report.Cells]) -> str:
+    """Time, memory and traffic of methods by themselves."""
+    lines = [
+        "| GPUs | method, by itself | tokens | step ms | of FSDP2's | peak GiB/rank | received MB | hidden | loss |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row, time, ratio in _times([row for row in rows if row["part"] == "speed"]):
         if row["result"] != "ran":
             why = row["result"].removeprefix("failed: ")
@@ -172,7 +195,7 @@ def sharded_table(rows: list[report.Cells]) -> str:
         moved = f"{float(row['received_mb']):.0f} ({float(row['predicted_mb']):.0f})"
         cells = (row["ranks"], _name(row), row["tokens"], time, ratio, row["peak_gib"])
         lines.append("| " + " | ".join((*cells, moved, hidden, row["loss"])) + " |")
-    return "\n".join([*lines, "", *checks([row for row in rows if row["part"] not in ("speed", "turns")])]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _times(rows: list[report.Cells]) -> Iterator[tuple[report.Cells, str, str]]:
@@ -195,7 +218,7 @@ def _name(row: report.Cells) -> str:
     ours = row["method"] != "fsdp2"
     words = [row["method"] if ours else "FSDP2", OPTIMIZERS[row["optimizer"]]]
     words += [row["route"]] if row["route"] != "auto" else []
-    words += [f"by {row['by']}"] if ours else []
+    words += [f"by {row['by']}"] if ours and row["by"] else []
     return ", ".join(words + (["clipped"] if row["clip"] else []))
 
 

@@ -87,15 +87,18 @@ def test_all_sections_appear_with_their_files_and_losing_cases_stay_in(readme, t
     assert "In 1 of 2 cases two kernels are faster than the fused one: 4096x4096 at 512 tokens with SGD." in " ".join(
         text.split()
     )
-    assert "| 2 | FSDP2, torch AdamW, fused | 512 | 200 | 1.00 | 33.1 |" in text
-    row = "| 2 | forge_fsdp, AdamW, reduce, by copies, clipped | 512 | 150 | 0.75 | 24.5 | 4000 (4000) | 25% | 9.2 |"
-    assert row in text
-    assert "| 2 | forge_fsdp, AdamW, by copies, clipped | 512 | 90 | 0.90 |" in text
-    assert "| 2 | FSDP2, bitsandbytes AdamW8bit | | mixed tensors |" in text
+    assert "| GPUs | method | 512 tokens, clipped: ms | 512: peak GiB per rank |" in bottom
+    assert "| 2 | FSDP2, torch AdamW, fused | 100 (1.00) | 33.1 |" in bottom
+    assert "| 2 | forge_fsdp, AdamW | 90 (0.90) | - |" in bottom
     assert "- 2 GPUs against one, exchange, clipped: weights after 20 steps in float32: equal, at most 6.0e-08" in text
     assert "- Saved on 2 GPUs, loaded on one, Gefen: equal." in text
     assert "- One of 2 GPUs killed in a backward pass: all ended, checkpoint usable, after 89 s." in text
     page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| 2 | forge_fsdp, AdamW | 90 (0.90) | - |" in page
+    assert "| 2 | FSDP2, torch AdamW, fused | 512 | 200 | 1.00 | 33.1 |" in page
+    row = "| 2 | forge_fsdp, AdamW, reduce, by copies, clipped | 512 | 150 | 0.75 | 24.5 | 4000 (4000) | 25% | 9.2 |"
+    assert row in page
+    assert "| 2 | FSDP2, bitsandbytes AdamW8bit | | mixed tensors |" in page
     assert "| forge, SGD | 512 | 290 (289 to 300) | 2.00 | 50.0 |" in page
     assert "| torch AdamW, foreach | 512 | out of memory |" in page
     assert "| 4096x4096 | 512 | SGD |" in page and "| 4096x4096 |" not in text
