@@ -22,7 +22,7 @@ from lightning_memopt.backward.slot import Lookup, Slot, check_unchanged
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import join
+from lightning_memopt.kernels.slabs import join, place
 from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
 
@@ -216,7 +216,7 @@ def part_kept(slots: Sequence[ShardedSlot]) -> None:
     views: dict[int, dict[tuple[object, ...], int]] = {}
     parts = [(part, _memory(part)) for slot in slots for pair in slot.factors for part in pair]
     for part, memory in parts:
-        views.setdefault(memory, {})[_place(part)] = part.nbytes
+        views.setdefault(memory, {})[place(part)] = part.nbytes
     copies: dict[int, dict[tuple[object, ...], Tensor]] = {
         memory: {} for part, memory in parts if 10 * sum(views[memory].values()) < 9 * part.untyped_storage().nbytes()
     }
@@ -225,9 +225,9 @@ def part_kept(slots: Sequence[ShardedSlot]) -> None:
         known = copies.get(_memory(part))
         if known is None:
             return part
-        if _place(part) not in known:
-            known[_place(part)] = part.clone()
-        return known[_place(part)]
+        if place(part) not in known:
+            known[place(part)] = part.clone()
+        return known[place(part)]
 
     for slot in slots if copies else ():
         factors, slot.factors, slot.versions = slot.factors, [], []
@@ -237,11 +237,6 @@ def part_kept(slots: Sequence[ShardedSlot]) -> None:
 
 def _memory(part: Tensor) -> int:
     return part.untyped_storage().data_ptr()
-
-
-def _place(part: Tensor) -> tuple[object, ...]:
-    """What is equal for equal views of one memory."""
-    return part.data_ptr(), part.shape, part.stride()
 
 
 class LocalState(MutableMapping[str, Any]):

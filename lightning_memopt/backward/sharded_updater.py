@@ -42,6 +42,7 @@ from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_grad
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, largest_possible, slab_rows
+from lightning_memopt.kernels.update import Beside
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Dense, Storage
 
@@ -72,6 +73,7 @@ class ShardedUpdater(Updater):
         self._shipping: Shipping | None = None
         self._averages: Averages | None = None
         self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
+        self._beside: Beside = "collectives"
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
         self.path = 0
@@ -90,9 +92,18 @@ class ShardedUpdater(Updater):
         peers: Peers,
         unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]],
         units: Mapping[int, Sequence[Any]],
+        beside: Beside,
     ) -> None:
-        """Say who trains together, which unsharded parameter belongs to each sharded one, of which of FSDP2's units."""
-        self.ranks, self.peers, self._unsharded = ranks, peers, unsharded
+        """Say who trains together, which unsharded parameter belongs to each sharded one, of which of FSDP2's units.
+
+        Args:
+            ranks: Who trains together.
+            peers: How their hosts speak to each other.
+            unsharded: By sharded parameter, the one that layers see, and the number of its unit.
+            units: By number, the parameters of each as FSDP2 keeps them.
+            beside: What runs on the device beside updates.
+        """
+        self.ranks, self.peers, self._unsharded, self._beside = ranks, peers, unsharded, beside
         peers.describe = self._describe
         ahead = any(param.is_cuda for param in unsharded) if self.ahead is None else self.ahead
         self._shipping = Shipping(ranks, peers, self, self.route, ahead)
@@ -355,9 +366,7 @@ class ShardedUpdater(Updater):
 
     def _build(self, slot: Slot, coefficient: Tensor | None = None) -> Update:
         update = super()._build(slot, coefficient)
-        assert self.ranks is not None
-        if self.ranks.size > 1:
-            update.beside = "collectives" if self.ranks.outbox is None else "barriers"
+        update.beside = self._beside
         return update
 
     def _stands(self, slot: Slot) -> bool:

@@ -73,6 +73,7 @@ class Updater(SlotUpdater):
         self.norms: Norms | None = None
         self._clip = NO_CLIP
         self._deferred = False
+        self._entered = False  # whether the open step had a backward pass, and has not been finished since
         self._broken = False
         self._task: int | None = None
         self._scalars: dict[torch.device, StepScalars] = {}
@@ -107,6 +108,7 @@ class Updater(SlotUpdater):
         self._ready_for(optimizer)
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
+        self._entered = False
         self._set_clip(clip)
         complete = False
         try:
@@ -114,6 +116,8 @@ class Updater(SlotUpdater):
             self.finish()
             complete = True
         finally:
+            if not complete:  # of a state that was cleared there is nothing to count
+                self._taken = [slot for slot in self._taken if slot.state]
             self._count()
             mine = self._slots_of(optimizer)
             self._broken |= not complete and any(slot.updated for slot in mine)
@@ -131,7 +135,7 @@ class Updater(SlotUpdater):
         self._read = self._facts(optimizer)
 
     def _follow(self) -> None:
-        """Read groups and states again if they were changed since: by `training_step`, or a hook before the backward.
+        """Read groups and states again if they were changed since: by `training_step`, or a hook before the update.
 
         Raises:
             UpdateError: It is too late, or a CUDA graph is being captured, which would hold what was read for good.
@@ -141,8 +145,8 @@ class Updater(SlotUpdater):
             return
         if any(slot.updated for slot in self._slots_of(self._stepping)):
             raise UpdateError(
-                "the optimizer's groups or states were changed between two backward passes of one fused step, of which "
-                "the first has updated weights already. Change them before the first."
+                "the optimizer's groups or states were changed within a fused step whose backward pass has updated "
+                "weights already. Change them before the backward pass, or between steps."
             )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UpdateError(
@@ -159,7 +163,7 @@ class Updater(SlotUpdater):
         counts = [state.get("step") for state in optimizer.state.values()]
         # In-place changes of one count show in the version of all, as they are parts of one tensor.
         seen = [(id(x), x._version) if isinstance(x, Tensor) else x for x in (*rates, *counts[:1])]
-        return [seen, *map(id, counts)]
+        return [seen, *map(id, counts), *map(len, optimizer.state.values())]
 
     @property
     def stepping(self) -> bool:
@@ -227,6 +231,7 @@ class Updater(SlotUpdater):
         if self._stepping is None:
             return
         self._follow()
+        self._entered = True
         if not self._deferred:
             self._check_updates()
         small = [slot for slot in self._slots_of(self._stepping) if slot.small]
@@ -297,9 +302,15 @@ class Updater(SlotUpdater):
 
         Args:
             clip: Replaces what `armed` was given.
+
+        Raises:
+            UpdateError: The optimizer's groups or states were changed since the backward pass, which used them.
         """
         if self._stepping is None:
             return
+        if self._entered:
+            self._entered = False
+            self._follow()
         if clip is not None:
             self._set_clip(clip)
         waiting = [slot for slot in self._slots_of(self._stepping) if slot.pending]

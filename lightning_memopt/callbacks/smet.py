@@ -114,6 +114,7 @@ class SMET(pl.Callback):
         self._kept: dict[str, Tensor] = {}
         self._trainer: pl.Trainer | None = None
         self._step = 0
+        self._saved: set[str] = set()  # parameters that a checkpoint has masks of
         self._losses: deque[Tensor] = deque(maxlen=WINDOW)
         self._before: Tensor | None = None
         self._after: list[Tensor] = []
@@ -171,6 +172,7 @@ class SMET(pl.Callback):
             strategy.cuda_graph = False  # type: ignore[attr-defined]
         self._kept = {name: layer.bits for name, layer in self.layers.items()}
         self.layers, self._targets, self._trainer = {}, None, trainer
+        self._saved = set()
         self._losses.clear()
         self._before, self._after = None, []
 
@@ -235,6 +237,12 @@ class SMET(pl.Callback):
         )
 
     def _zero(self, trainer: pl.Trainer) -> None:
+        lost = next((name for name, layer in self.layers.items() if name in self._saved and not layer.restored), None)
+        if lost is not None:
+            raise UnsupportedError(
+                f"SMET: {lost} was sparse in the run that wrote the checkpoint, which lacks its mask: the optimizer's "
+                "state was cleared after the fit. Save the checkpoint before that."
+            )
         for layer in self.layers.values():
             layer.zero()
         assert isinstance(trainer.strategy, ForgeMixin)
@@ -343,6 +351,7 @@ class SMET(pl.Callback):
         saved = state_dict["block_size"]
         if saved != self.settings.run:
             raise UnsupportedError(f"SMET: the run began with block_size={saved}, not {self.settings.run}.")
+        self._saved = set(state_dict["parameters"])
 
     def _places(self) -> dict[str, list[int]]:
         places: dict[str, list[int]] = {}

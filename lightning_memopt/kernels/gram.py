@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_memopt.kernels.slabs import Factors
+from lightning_memopt.kernels.slabs import Factors, place
 
 # Layers of a launch (of few tokens there are few tiles of one), tokens along either side of a tile, and outputs or
 # inputs that are summed over at a time.
@@ -92,6 +92,7 @@ def supports(dy: Tensor, x: Tensor) -> bool:
         and part.is_cuda
         and part.stride(1) == 1
         and part.stride(0) % WIDE == 0
+        and max(part.shape[1], part.stride(0)) < WIDE << BITS
         and part.shape[1] % WIDE == 0
         and part.data_ptr() % 16 == 0
         for part in (dy, x)
@@ -114,7 +115,7 @@ def _launch(pairs: Sequence[Factors]) -> Tensor:
     dys, xs = zip(*pairs, *[pairs[0]] * (LAYERS - len(pairs)), strict=True)
     groups = [0] * LAYERS
     for i, (_, x) in enumerate(pairs):
-        if i == 0 or _place(x) != _place(xs[i - 1]):
+        if i == 0 or place(x) != place(xs[i - 1]):
             first = i
         groups[first] += 1
     gram_norms[(side * side, len(pairs))](
@@ -122,10 +123,6 @@ def _launch(pairs: Sequence[Factors]) -> Tensor:
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out.sum((1, 2))
-
-
-def _place(part: Tensor) -> tuple[object, ...]:
-    return part.data_ptr(), part.shape, part.stride()
 
 
 def _widths(parts: Sequence[Tensor]) -> tuple[int, ...]:

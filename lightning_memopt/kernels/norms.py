@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.slabs import Factors, join, matmul, slab_rows, slabs
+from lightning_memopt.kernels.slabs import Factors, join, matmul, place, slab_rows, slabs
 from lightning_memopt.kernels.sparse import has_triton
 from lightning_memopt.kernels.sparse_gradient import active_slabs
 
@@ -46,7 +46,8 @@ def by_gram(factors: Sequence[Factors], grad: Tensor | None) -> bool:
     if grad is not None or not factors:
         return False
     tokens, (dy, x) = sum(len(dy) for dy, _ in factors), factors[0]
-    gain = KERNEL_GAIN if _in_kernel(dy, x) else 1
+    # Several pairs are joined and go by themselves, so that the kernel has few tiles to work on.
+    gain = KERNEL_GAIN if len(factors) == 1 and _in_kernel(dy, x) else 1
     return tokens * (dy.shape[1] + x.shape[1]) < gain * dy.shape[1] * x.shape[1]
 
 
@@ -55,12 +56,21 @@ def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
 
     In few launches for all: they cost the host more than the device.
     """
-    if dtype == torch.float32 and all(_in_kernel(dy, x) for dy, x in pairs) and len({dy.dtype for dy, _ in pairs}) == 1:
-        from lightning_memopt.kernels import gram
+    ways: dict[torch.dtype | None, list[int]] = {}
+    for i, (dy, x) in enumerate(pairs):
+        in_kernel = dtype == torch.float32 and _in_kernel(dy, x)
+        ways.setdefault(dy.dtype if in_kernel else None, []).append(i)
+    norms: dict[int, Tensor] = {}
+    for way, places in ways.items():
+        some = [pairs[i] for i in places]
+        norms |= zip(places, (_stored(some, dtype) if way is None else _fused(some)).unbind(), strict=True)
+    return torch.stack([norms[i] for i in range(len(pairs))])
 
-        return gram.squared_norms(pairs)
-    together = max(1, GRAM_BYTES // max(1, len(pairs[0][0]) ** 2 * dtype.itemsize))
-    return torch.cat([_stored(pairs[i : i + together], dtype) for i in range(0, len(pairs), together)])
+
+def _fused(pairs: Sequence[Factors]) -> Tensor:
+    from lightning_memopt.kernels import gram
+
+    return gram.squared_norms(pairs)
 
 
 def _in_kernel(dy: Tensor, x: Tensor) -> bool:
@@ -72,12 +82,17 @@ def _in_kernel(dy: Tensor, x: Tensor) -> bool:
 
 
 def _stored(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
-    """The same with the Gram matrices stored."""
+    """The same with the Gram matrices stored, of some layers at a time."""
+    together = max(1, GRAM_BYTES // max(1, len(pairs[0][0]) ** 2 * dtype.itemsize))
+    return torch.cat([_stored_together(pairs[i : i + together], dtype) for i in range(0, len(pairs), together)])
+
+
+def _stored_together(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
     gram_dys, gram_xs, before = list[Tensor](), list[Tensor](), None
     for dy, x in pairs:
         gram_dys.append(matmul(dy, dy.t(), dtype))
-        same = before is not None and (x.data_ptr(), x.shape, x.stride()) == before
-        before = x.data_ptr(), x.shape, x.stride()
+        same = before is not None and place(x) == before
+        before = place(x)
         gram_xs.append(gram_xs[-1] if same else matmul(x, x.t(), dtype))
     return (torch.stack(gram_dys) * torch.stack(gram_xs)).sum((1, 2)).clamp_(min=0)
 

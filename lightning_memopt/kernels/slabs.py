@@ -73,6 +73,11 @@ def pieces(
         yield start, min(start + rows, len(grad)), grad[start : start + rows].to(dtype)
 
 
+def place(part: Tensor) -> tuple[object, ...]:
+    """What is equal for equal views of one memory."""
+    return part.data_ptr(), part.shape, part.stride()
+
+
 def join(factors: Sequence[Factors]) -> Factors:
     """One pair with the tokens of all: the sum of products is the product of the concatenations."""
     if len(factors) == 1:

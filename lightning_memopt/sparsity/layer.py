@@ -68,6 +68,7 @@ class SparseLayer:
         stepped: Number of the optimizer step that last updated the weight.
         buffer: Gradients of active weights here, accumulated over micro-batches, [active], or None.
         stored: The same, handed over to the update.
+        restored: Whether the mask came from a checkpoint.
     """
 
     def __init__(self, slot: Slot, density: float, settings: Settings) -> None:
@@ -87,6 +88,7 @@ class SparseLayer:
         self.stepped = -1
         self.buffer: Tensor | None = None
         self.stored: Tensor | None = None
+        self.restored = False
         self._bits: Tensor | None = None
         self._said: set[str] = set()
 
@@ -181,7 +183,8 @@ class SparseLayer:
         """
         if not saved:
             return
-        if MASK not in saved:
+        self.restored = MASK in saved
+        if not self.restored:
             self.fill(state, storage)
         state |= states.restore(self.param, storage, state.get(MASK, torch.empty(0)), self.density, saved)
         active = sum(self.shard.each(len(state[COHORT])))
@@ -197,7 +200,8 @@ class SparseLayer:
 
     def rest(self) -> None:
         """At the end of a run: remember the mask in host memory, where the optimizer's states go as well."""
-        self._bits = self.bits.cpu()
+        if self._bits is not None:
+            self._bits = self._bits.cpu()
 
     # ---------------------------------------------------------------- an update
 

@@ -29,9 +29,10 @@ from lightning_memopt.backward.windows import any_reason, why_not
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.kernels.update import Beside
 from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
-from lightning_memopt.strategies.gathering import gather_by_collectives, gather_by_copies
+from lightning_memopt.strategies.gathering import by_copies, gather_by_collectives, gather_by_copies
 from lightning_memopt.strategies.mixin import ForgeMixin
 
 
@@ -195,7 +196,10 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         if self._ranks is None:
             assert self._mesh is not None
             self._ranks = ranks_of(self._mesh, self.timeout, self.root_device if self._near else None)
-        self.updater.share(self._ranks, self._peers, unsharded, sharding.units(module))
+        beside: Beside = "collectives" if self.world_size > 1 else "nothing"
+        if self._near and by_copies(sharding.groups(module)):
+            beside = "barriers"
+        self.updater.share(self._ranks, self._peers, unsharded, sharding.units(module), beside)
 
     # ---------------------------------------------------------------- steps
 

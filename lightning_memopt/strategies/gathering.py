@@ -38,6 +38,11 @@ def gather_by_copies(groups: Iterable[Any], timeout: timedelta) -> int:
     return sum(Gathering(group, timeout).size for group in groups if _as_usual(group))
 
 
+def by_copies(groups: Iterable[Any]) -> bool:
+    """Whether all units are gathered so."""
+    return all("unshard" in vars(group) for group in groups if group.fsdp_params)
+
+
 def gather_by_collectives(groups: Iterable[Any]) -> None:
     """Leave units to FSDP2 again, and give the windows back."""
     for group in groups:

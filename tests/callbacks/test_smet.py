@@ -338,6 +338,28 @@ def test_what_torch_loads_is_refused(hook: str) -> None:
         train(smet(update_every=5), Clears(reload, hook), steps=6)
 
 
+def test_a_run_ends_well_after_torch_has_loaded() -> None:
+    """Nobody needs the masks any more."""
+
+    class Reloads(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
+
+    run = train(smet(update_every=5), callbacks=[Reloads()], steps=6)
+    assert run.trainer.global_step == 6
+
+
+def test_a_checkpoint_that_lost_the_masks_is_refused(tmp_path: Path) -> None:
+    """Written after the fit, of states that were cleared: resuming with other masks would zero trained weights."""
+    run = train(smet(update_every=5), steps=6)
+    run.trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    run.optimizer.state.clear()
+    run.trainer.save_checkpoint(tmp_path / "lost.ckpt")
+    assert train(smet(update_every=5), steps=7, ckpt_path=tmp_path / "whole.ckpt").trainer.global_step == 7
+    with pytest.raises(memopt.UnsupportedError, match=r"net\.\S+ was sparse .* lacks its mask"):
+        train(smet(update_every=5), steps=7, ckpt_path=tmp_path / "lost.ckpt")
+
+
 def test_masks_outlive_the_optimizer() -> None:
     """What was read after training can still be read when the states were given up."""
     run = train(callback := smet(update_every=5), steps=12)

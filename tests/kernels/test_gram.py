@@ -38,6 +38,16 @@ def test_norms_of_many_layers(tokens, device) -> None:
     assert torch.equal(norms, gram.squared_norms(pairs))
 
 
+def test_what_it_takes(device) -> None:
+    plain = part(4, 64, device)
+    assert gram.supports(plain, plain) == (device == "cuda")
+    if device == "cpu":
+        return
+    far = torch.empty(1 << 31, dtype=half(device), device=device)[-64:].as_strided((1, 64), (1 << 31, 1))
+    others = [plain.float(), plain.t(), plain[:, 1:57], plain[:, :60], far, plain.to(torch.float16)]
+    assert not any(gram.supports(plain, other) for other in others)
+
+
 def test_without_tokens(device) -> None:
     pairs = [(part(0, 16, device), part(0, 8, device))] * 2
     assert gram.squared_norms(pairs).tolist() == [0, 0]

@@ -1,7 +1,7 @@
-"""What code does to an optimizer between the beginning of a step and its backward pass holds for that step.
+"""What code does to an optimizer between the beginning of a step and its update holds for that step, or is refused.
 
-A plain optimizer reads its groups and states after the backward pass, a fused one before. In between come
-`training_step` and hooks.
+A plain optimizer reads its groups and states after the backward pass, a fused one before, unless it waits for a norm.
+In between come `training_step` and hooks.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ def clear_one(net: Net, optimizer: Optimizer) -> None:
     del optimizer.state[net.scale]
 
 
+def clear_each(net: Net, optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
 def replace_count(net: Net, optimizer: Optimizer) -> None:
     optimizer.state[net.scale]["step"] = optimizer.state[net.scale]["step"] + 5
 
@@ -105,6 +110,7 @@ CHANGES: list[Change] = [
     take_out_group,
     clear,
     clear_one,
+    clear_each,
     replace_count,
     add_to_count,
     exchange_states,
@@ -116,8 +122,8 @@ HOOKS = ["on_train_batch_start", "training_step", "on_before_zero_grad", "on_bef
 class Changed(Module):
     """Makes the change in two steps, each at the same place."""
 
-    def __init__(self, change: Change, hook: str) -> None:
-        super().__init__(Net, OPTIMIZERS["adam"], square_loss)
+    def __init__(self, change: Change, hook: str, optimizer: str = "adam") -> None:
+        super().__init__(Net, OPTIMIZERS[optimizer], square_loss)
         self.change, self.hook = change, hook
 
     def at(self, hook: str) -> None:
@@ -137,6 +143,9 @@ class Changed(Module):
     def on_before_backward(self, *_: Any) -> None:
         self.at("on_before_backward")
 
+    def on_after_backward(self) -> None:
+        self.at("on_after_backward")
+
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -144,6 +153,22 @@ class Changed(Module):
 def test_a_change_before_the_backward_pass_is_followed(change: Change, hook: str, clip: float | None) -> None:
     options: dict[str, Any] = {"gradient_clip_val": clip, "precision": "64-true", "max_steps": 12}
     assert_equal_runs(partial(Changed, change, hook), 1e-11, vectors, **options)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_moments_that_nothing_counts_begin_anew(hook: str) -> None:
+    make = partial(Changed, clear_each, hook, "sgd_momentum")
+    assert_equal_runs(make, 1e-11, vectors, precision="64-true", max_steps=12)
+
+
+@pytest.mark.parametrize("change", [edit_options, clear, clear_each, add_to_count], ids=lambda change: change.__name__)
+def test_a_change_after_the_backward_pass(change: Change) -> None:
+    """Is followed where updates wait for the norm, and else refused: it comes too late."""
+    make = partial(Changed, change, "on_after_backward")
+    options: dict[str, Any] = {"precision": "64-true", "max_steps": 12}
+    assert_equal_runs(make, 1e-11, vectors, gradient_clip_val=0.05, **options)
+    with pytest.raises(UpdateError, match=r"has updated weights already\. Change them before the backward pass"):
+        assert_equal_runs(make, 1e-11, vectors, **options)
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -193,7 +218,7 @@ def test_a_change_after_a_first_update_is_refused() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     updater = Updater("nearest", "auto", "raise", "param", 0)
     updater.attach(net, [optimizer])
-    with pytest.raises(UpdateError, match="between two backward passes"), updater.armed(optimizer, 0):
+    with pytest.raises(UpdateError, match="has updated weights already"), updater.armed(optimizer, 0):
         for param in (net.scale, net.seldom):
             loss = param.sum()
             with updater.backward(loss, queue=False):

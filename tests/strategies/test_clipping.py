@@ -15,6 +15,7 @@ from torch.optim import AdamW
 import lightning_memopt as memopt
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
+from lightning_memopt.kernels import norms
 from lightning_memopt.kernels.norms import squared_norm, squared_norm_lookup, squared_norms
 
 ALWAYS, NEVER = 0.05, 100.0
@@ -298,6 +299,37 @@ def test_squared_norms_of_several_layers() -> None:
     pairs = [(torch.randn(5, n, dtype=torch.float64), x if n != 20 else other) for n in (30, 40, 20, 50, 60)]
     expected = torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
     torch.testing.assert_close(squared_norms(pairs, torch.float64), expected, rtol=1e-12, atol=0)
+
+
+def test_layers_that_the_kernel_does_not_take_are_formed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only they: of others, as many as there are go into its launches."""
+    torch.manual_seed(0)
+    pairs = [(torch.randn(5, n), torch.randn(5, 40)) for n in (32, 7, 48, 64, 9)]
+    fused: list[int] = []
+
+    def in_kernel(pairs: Any) -> torch.Tensor:
+        fused.append(len(pairs))
+        return torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
+
+    monkeypatch.setattr(norms, "_in_kernel", lambda dy, x: dy.shape[1] % 8 == 0)
+    monkeypatch.setattr(norms, "_fused", in_kernel)
+    expected = torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
+    torch.testing.assert_close(squared_norms(pairs, torch.float32), expected)
+    assert fused == [3]
+    torch.testing.assert_close(
+        squared_norms([(dy.double(), x.double()) for dy, x in pairs], torch.float64), expected.double()
+    )
+    assert fused == [3]
+
+
+def test_the_kernel_s_gain_counts_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between both limits, one pair of factors that the kernel takes, and no others."""
+    pair = torch.zeros(24, 40), torch.zeros(24, 40)
+    assert not norms.by_gram([pair], None)
+    monkeypatch.setattr(norms, "_in_kernel", lambda dy, x: True)
+    assert norms.by_gram([pair], None)
+    assert not norms.by_gram([(dy[:12], x[:12]) for dy, x in [pair] * 2], None)
+    assert not norms.by_gram([pair], torch.zeros(40, 40))
 
 
 @pytest.mark.parametrize("padding", [-1, 2])

@@ -60,6 +60,25 @@ def test_settings(two: Ranks, setting: str, route: str, accelerator: str) -> Non
     assert furthest(results[0], collectives[0]) <= EQUAL[accelerator]
 
 
+class Beside(pl.Callback):
+    """Notes what updates expect beside them."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        updater: Any = trainer.strategy.updater  # type: ignore[attr-defined]
+        trainer.beside = updater._build(next(iter(updater.slots.values()))).beside  # type: ignore[attr-defined]
+
+
+def beside(trainer: Any) -> str:
+    return trainer.beside
+
+
+def test_updates_know_what_runs_beside_them(two: Ranks) -> None:
+    """Barriers only where no unit is left to collectives, nothing on one device."""
+    make, options = partial(Module, net=Deep), {"callbacks": [Beside()], "inspect": beside}
+    assert two(train, make, COPIES, **options)[0]["said"] == "barriers"
+    assert two(train, make, COLLECTIVES, **options)[0]["said"] == "collectives"
+
+
 def test_replicas(four: Ranks) -> None:
     """Weights are gathered within a replica, factors sent to all ranks."""
     strategy = {"route": "exchange", "replicate": 2}
