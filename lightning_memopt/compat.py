@@ -176,9 +176,9 @@ CASES = (
         "read again when the backward pass begins; cuda_graph does not capture such a step",
     ),
     Case(
-        "options of the optimizer changed between a step's backward pass and its end",
-        "not detected",
-        "they hold from the next step on; change them before the backward pass, or after the step",
+        "options or states of the optimizer changed between a step's backward pass and its end",
+        "refused",
+        "followed in on_after_backward, where updates wait for a norm; else change them before, or after the step",
     ),
     Case(
         "parameters taken out of their optimizer in training",

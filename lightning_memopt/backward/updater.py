@@ -42,6 +42,11 @@ from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
 from lightning_memopt.rules import Rule, rule_for
 
+TOO_LATE = (
+    "the optimizer's groups or states were changed within a fused step that has updated weights already. Change them "
+    "before its backward pass, or between steps."
+)
+
 
 class Updater(SlotUpdater):
     """Applies optimizer rules inside backward, for all optimizers of a run.
@@ -141,13 +146,10 @@ class Updater(SlotUpdater):
             UpdateError: It is too late, or a CUDA graph is being captured, which would hold what was read for good.
         """
         assert self._stepping is not None
-        if not self._changed(self._stepping) and self._facts(self._stepping) == self._read:
+        if self._as_read():
             return
         if any(slot.updated for slot in self._slots_of(self._stepping)):
-            raise UpdateError(
-                "the optimizer's groups or states were changed within a fused step whose backward pass has updated "
-                "weights already. Change them before the backward pass, or between steps."
-            )
+            raise UpdateError(TOO_LATE)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UpdateError(
                 "the optimizer's groups or states were changed in the training step, whose Python a captured step does "
@@ -155,6 +157,20 @@ class Updater(SlotUpdater):
             )
         self._ready_for(self._stepping)
         self._set_clip(self._clip)
+
+    def refuse_late_changes(self) -> None:
+        """The step is finished, and what was changed since would hold for the next one only.
+
+        Raises:
+            UpdateError: The optimizer's groups or states were changed.
+        """
+        if self._stepping is not None and not self._as_read():
+            raise UpdateError(TOO_LATE)
+
+    def _as_read(self) -> bool:
+        """Whether groups and states of the optimizer that steps are what they were when last read."""
+        assert self._stepping is not None
+        return not self._changed(self._stepping) and self._facts(self._stepping) == self._read
 
     @staticmethod
     def _facts(optimizer: Optimizer) -> list[Any]:
@@ -328,6 +344,7 @@ class Updater(SlotUpdater):
             self._update_pending(coefficient)
             self._checked = False
         self._count()
+        self._read = self._facts(self._stepping)
 
     def captured(self) -> list[Any]:
         """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""

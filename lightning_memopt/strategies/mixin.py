@@ -119,8 +119,9 @@ class ForgeMixin(Strategy):
     def _guard(self) -> None:
         """Replace what would act on gradients that are not there: clipping and zeroing.
 
-        Lightning clips through the precision plugin. In automatic optimization that call now finishes a deferred step;
-        after `fused_step` it comes too late. Zeroing an optimizer's gradients also drops its queued factors.
+        Lightning clips through the precision plugin, the last thing before the optimizer's own step. In automatic
+        optimization that call now finishes a deferred step; after `fused_step` it comes too late. Zeroing an
+        optimizer's gradients also drops its queued factors.
         """
         precision = self.precision_plugin
         plain = type(precision).clip_gradients
@@ -136,6 +137,8 @@ class ForgeMixin(Strategy):
                 if self._clips_itself:
                     self._clip_called = True
                     self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
+                else:
+                    self.updater.refuse_late_changes()
             elif id(getattr(optimizer, "optimizer", optimizer)) in self._fused_optimizers and clip_val > 0:
                 raise refusal("clip_gradients after fused_step", type(module).__name__)
             else:

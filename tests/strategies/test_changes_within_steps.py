@@ -146,6 +146,9 @@ class Changed(Module):
     def on_after_backward(self) -> None:
         self.at("on_after_backward")
 
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.at("on_before_optimizer_step")
+
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -167,8 +170,33 @@ def test_a_change_after_the_backward_pass(change: Change) -> None:
     make = partial(Changed, change, "on_after_backward")
     options: dict[str, Any] = {"precision": "64-true", "max_steps": 12}
     assert_equal_runs(make, 1e-11, vectors, gradient_clip_val=0.05, **options)
-    with pytest.raises(UpdateError, match=r"has updated weights already\. Change them before the backward pass"):
+    with pytest.raises(UpdateError, match=r"has updated weights already\. Change them before its backward pass"):
         assert_equal_runs(make, 1e-11, vectors, **options)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("change", [edit_options, clear, clear_each, add_to_count], ids=lambda change: change.__name__)
+def test_a_change_right_before_the_optimizer_s_step_comes_too_late(change: Change, clip: float | None) -> None:
+    """Options or states of the optimizer changed between a step's backward pass and its end."""
+    make = partial(Changed, change, "on_before_optimizer_step")
+    with pytest.raises(UpdateError, match="has updated weights already"):
+        assert_equal_runs(make, 1e-11, vectors, precision="64-true", max_steps=12, gradient_clip_val=clip)
+
+
+def test_a_hook_after_the_optimizer_s_step_may_change_its_options() -> None:
+    """For the next step, as under plain torch."""
+
+    class Halves(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda optimizer, *_: edit_options(self.net, optimizer))
+            return optimizer
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+            optimizer.param_groups[0]["lr"] *= 1.5
+
+    assert_equal_runs(partial(Halves, Net, OPTIMIZERS["adam"], square_loss), 1e-11, vectors, precision="64-true")
 
 
 @pytest.mark.parametrize("small", [True, False])
