@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -54,6 +54,10 @@ class PlannedMethod:
     label: str
     route: Route
     holds: Callable[[nn.Module, Groups], Holds]
+
+    def clipped(self) -> PlannedMethod:
+        """The same where gradients are clipped by norm."""
+        return replace(self, route="deferred") if self.route == "fused" else self
 
 
 def size(value: Any) -> int:

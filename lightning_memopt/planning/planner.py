@@ -40,6 +40,10 @@ DEFAULT_METHODS = (
     "forge_gefen_smet",
 )
 CONFIGURED = "configured"
+LESS = (
+    "This config does not fit. Less memory: another optimizer of the table; smaller batches; blocks that run again in "
+    """backward, by --trainer.strategy.init_args.checkpoint '["*.layers.*"]'."""
+)
 
 
 def plan(
@@ -50,6 +54,7 @@ def plan(
     methods: Sequence[str] | None = None,
     precision: str | None = None,
     world_size: int | None = None,
+    accumulate_grad_batches: int | None = None,
     strategy: Any = None,
     optimizer: Optimizer | None = None,
 ) -> Plan:
@@ -65,6 +70,7 @@ def plan(
         methods: Names of `lightning_memopt.planning.methods.METHODS`; by default plain, 8-bit and fused optimizers.
         precision: The Trainer's; a config's own by default, else "32-true".
         world_size: Devices that shard the model. By default those of a config whose strategy shards, else 1.
+        accumulate_grad_batches: Such batches in a step; a config's own by default, else 1.
         strategy: A `ForgeStrategy`, or "forge": its options, and a first line for the configuration itself. A config's
             own by default.
         optimizer: The optimizer that line is for; by default what the module's ``configure_optimizers`` makes.
@@ -73,7 +79,8 @@ def plan(
         MemOptError: The module needs values or a Trainer, or a name is unknown.
     """
     with _quiet():
-        return _plan(source, batch, parse_memory(memory), methods, precision, world_size, strategy, optimizer)
+        limit = parse_memory(memory)
+        return _plan(source, batch, limit, methods, precision, world_size, accumulate_grad_batches, strategy, optimizer)
 
 
 def _plan(
@@ -83,10 +90,13 @@ def _plan(
     methods: Sequence[str] | None,
     precision: str | None,
     world_size: int | None,
+    micro_batches: int | None,
     strategy: Any,
     optimizer: Optimizer | None,
 ) -> Plan:
-    config = None
+    config, notes = None, list[str]()
+    if world_size is not None and world_size < 1:
+        raise MemOptError(f"--world_size {world_size}: at least one device.")
     if isinstance(source, pl.LightningModule):
         if batch is None:
             raise MemOptError("plan(module, batch): a module needs a batch to run on.")
@@ -99,10 +109,16 @@ def _plan(
         batch = batch if batch is not None else _first_batch(module, data, config)
         if world_size is None:
             world_size = _sharding(strategy, config)
-    precision, world_size = precision or "32-true", world_size or 1
+            if world_size is None:
+                notes.append(f"devices={config.trainer.devices} is taken as one device; say how many by --world_size.")
+        micro_batches = micro_batches or config.trainer.accumulate_grad_batches
+    precision, world_size, micro_batches = precision or "32-true", world_size or 1, micro_batches or 1
     vocab_size = getattr(module, "vocab_size", None)
     groups = _groups(module)
     chosen = {key: _known(key) for key in methods or DEFAULT_METHODS}
+    clipped = config is not None and _clips_by_norm(config)
+    if clipped:
+        chosen = {key: method.clipped() for key, method in chosen.items()}
     own = _configured(module, config, strategy, optimizer)
     if own is not None:
         chosen = {CONFIGURED: own, **chosen}
@@ -114,6 +130,7 @@ def _plan(
         checkpoint=getattr(strategy, "checkpoint", ()),
         vocab_size=vocab_size,
         ranks=world_size,
+        micro_batches=micro_batches,
     )
     traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}
     count = _batch_size(batch)
@@ -127,9 +144,12 @@ def _plan(
         if limit is not None:
             fits = kinds.total + RESERVE <= limit
             largest = _largest(lambda size, needs=needs: needs(size / count)[0].total + RESERVE <= limit)
-        lines.append(MethodPlan(key, method.label, kinds, when, fits, largest))
-    parameters = sum(param.numel() for param in module.parameters())
-    return Plan(name, parameters, count, _tokens(batch), precision, world_size, limit, tuple(lines))
+        lines.append(MethodPlan(key, _label(method.label, world_size), kinds, when, fits, largest))
+    if own is not None and lines[0].fits is False:
+        notes.append(LESS)
+    parameters, size = sum(param.numel() for param in module.parameters()), (count, _tokens(batch))
+    of_step = micro_batches, clipped
+    return Plan(name, parameters, *size, precision, world_size, limit, tuple(lines), *of_step, tuple(notes))
 
 
 def parse_memory(memory: str | int | None) -> int | None:
@@ -278,15 +298,13 @@ def _configured(
         optimizer = _own_optimizer(module, config)
     if optimizer is None:
         return None
-    clips = config is not None and bool(config.trainer.gradient_clip_val)
     name = strategy if isinstance(strategy, str) else getattr(strategy, "strategy_name", "auto")
     route: Route = "stored"
     kind, options = type(optimizer), optimizer.defaults
     make = partial(_remake, kind, options)
     holds: Any = partial(stepped, make)
     if name.startswith("forge"):
-        by_value = config is not None and config.trainer.gradient_clip_algorithm == "value"
-        route = "deferred" if clips and not by_value else "fused"
+        route = "deferred" if config is not None and _clips_by_norm(config) else "fused"
         density = None
         for callback in (config.trainer.callbacks or []) if config is not None else []:
             density = getattr(callback, "density", density) if type(callback).__name__ == "SMET" else density
@@ -317,10 +335,23 @@ def _own_optimizer(module: pl.LightningModule, config: RunConfig | None) -> Opti
     return made if isinstance(made, Optimizer) else None
 
 
-def _sharding(strategy: Any, config: RunConfig) -> int:
-    """Devices that share the model, as far as the config says."""
+def _clips_by_norm(config: RunConfig) -> bool:
+    return bool(config.trainer.gradient_clip_val) and config.trainer.gradient_clip_algorithm != "value"
+
+
+def _label(label: str, world_size: int) -> str:
+    """A method's, by what it is called where several devices share the model."""
+    if world_size == 1:
+        return label
+    return f"FSDP2, {label}" if label.startswith(("torch", "bitsandbytes")) else label.replace("forge,", "forge_fsdp,")
+
+
+def _sharding(strategy: Any, config: RunConfig) -> int | None:
+    """Devices that share the model; None where only the machine that trains knows."""
     name = strategy if isinstance(strategy, str) else type(strategy).__name__.lower()
     devices = config.trainer.devices
-    if "fsdp" not in str(name).lower() or not str(devices).isdigit():
+    if "fsdp" not in str(name).lower():
         return 1
+    if not str(devices).isdigit():
+        return None
     return int(devices) * int(config.trainer.num_nodes or 1)

@@ -74,6 +74,9 @@ class Plan:
         world_size: Devices that share weights, gradients and state.
         memory: Bytes of one device, or None.
         methods: The lines.
+        accumulate_grad_batches: Such batches in a step.
+        clipped: Whether lines are of steps that clip by norm, as the config's.
+        notes: What is to be known besides.
     """
 
     model: str
@@ -84,6 +87,9 @@ class Plan:
     world_size: int
     memory: int | None
     methods: tuple[MethodPlan, ...]
+    accumulate_grad_batches: int = 1
+    clipped: bool = False
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> MethodPlan:
         """The line of a method."""
@@ -115,7 +121,8 @@ class Plan:
         tokens = f", {self.tokens} tokens" if self.tokens else ""
         where = f" on each of {self.world_size} devices" if self.world_size > 1 else ""
         title = f"{self.model}: {self.parameters / 1e9:.3g} B parameters, batch of {self.batch_size}{tokens}, "
-        title += f"{self.precision}; GiB at the peak{where}"
+        title += f"{self.accumulate_grad_batches} to a step, " if self.accumulate_grad_batches > 1 else ""
+        title += f"{self.precision}{', clipped by norm' if self.clipped else ''}; GiB at the peak{where}"
         if self.memory is not None:
             title += f"; of {self.memory / GIB:.4g} GiB, {RESERVE / GIB:.0f} is left for CUDA itself"
-        return "\n".join([title, "", *lines])
+        return "\n".join([title, "", *lines, *(f"\n{note}" for note in self.notes)])

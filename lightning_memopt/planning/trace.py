@@ -47,17 +47,39 @@ class Trace:
 
 
 class Slots:
-    """Plays the updater's part for all parameters: takes what layers hand over, and drops or keeps it."""
+    """Plays the updater's part for all parameters: takes what layers hand over, and drops or keeps it.
+
+    Args:
+        live: Counts what is kept.
+        keep: Until the end, as under norm clipping.
+        exchanged: Where factors come from, if several devices share the module.
+        earlier: Micro-batches before the traced one, whose gradients wait for its.
+
+    Attributes:
+        held: What these have left.
+    """
 
     queueing = False  # the traced pass is that of a step
 
-    def __init__(self, live: LiveBytes, keep: bool, exchanged: Exchanged | None) -> None:
-        self.live, self.keep, self.exchanged = live, keep, exchanged
+    def __init__(self, live: LiveBytes, keep: bool, exchanged: Exchanged | None, earlier: int) -> None:
+        self.live, self.keep, self.exchanged, self.earlier = live, keep, exchanged, earlier
         self.kept: list[Any] = []
+        self.held = Bytes()
+        self._inputs: set[int] = set()
 
     def give(self, param: nn.Parameter) -> None:
         """Make `param` known to its layers."""
         setattr(param, SLOT, _Slot(self, param))
+
+    def hold(self, factors: Sequence[Tensor] = (), gradient: int = 0) -> None:
+        """What each earlier micro-batch has left of such factors, an input that several layers share once; or a sum."""
+        size = 0
+        for tensor in factors:
+            storage = tensor.untyped_storage()._cdata
+            size += tensor.nbytes * (storage not in self._inputs)
+            self._inputs.add(storage)
+        factors_held = self.held.factors + self.earlier * size
+        self.held = self.held._replace(factors=factors_held, gradients=self.held.gradients + gradient)
 
     def will_write(self, x: Tensor) -> bool:
         """Inputs that are parameters are few and small: their copies are not counted."""
@@ -74,16 +96,22 @@ class _Slot:
         """Uses do not matter here."""
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
-        """Keep the pair, or where it is larger than the gradient, that."""
+        """Keep the pair, or where those of all micro-batches are larger than the gradient, that."""
         pair, most = self._received(dy, x)
-        if not self.updater.keep:
+        earlier = self.updater.earlier
+        if not self.updater.keep and not earlier:
             return True
-        if self.folded or pair is None or sum(t.numel() * t.element_size() for t in pair) > most:
-            if not self.folded:
-                buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
+        if self.folded or pair is None or (earlier + 1) * sum(t.nbytes for t in pair) > most:
+            buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
+            if earlier and not self.folded:
+                self.updater.hold(gradient=buffer.nbytes)
+            elif self.updater.keep and not self.folded:
                 self.updater.live.relabel(buffer, "gradients")
                 self.updater.kept.append(buffer)
             self.folded = True
+            return True
+        self.updater.hold(pair)
+        if not self.updater.keep:
             return True
         for tensor in pair:
             self.updater.live.relabel(tensor, "factors")
@@ -99,6 +127,7 @@ class _Slot:
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
         """Keep the looked-up rows' gradient."""
+        self.updater.hold([dy])
         if self.updater.keep:
             self.updater.live.relabel(dy, "factors")
             self.updater.kept.append(dy)
@@ -113,6 +142,7 @@ def trace(
     checkpoint: Sequence[str] = (),
     vocab_size: int | None = None,
     ranks: int = 1,
+    micro_batches: int = 1,
 ) -> Trace:
     """Run ``training_step`` and backward on the meta device.
 
@@ -124,6 +154,7 @@ def trace(
         checkpoint: Name patterns of modules that run again in backward, see `lightning_memopt.ForgeStrategy`.
         vocab_size: By which logits are told from other activations.
         ranks: Devices that share the module, of which one is traced.
+        micro_batches: Batches of a step, of which the last is traced.
 
     Raises:
         MemOptError: The module does something that needs values or a Trainer.
@@ -133,7 +164,7 @@ def trace(
     batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*weights, *batch_tensors], vocab_size)
     exchanged = Exchanged(module, ranks, live) if ranks > 1 else None
-    slots = Slots(live, keep=route == "deferred", exchanged=exchanged)
+    slots = Slots(live, route == "deferred", exchanged, micro_batches - 1)
     changed: list[nn.Module] = []
     handles = []
     if route in ("fused", "deferred"):
@@ -144,7 +175,7 @@ def trace(
             if param.requires_grad:
                 if route in ("fused", "deferred"):
                     slots.give(param)
-                handles.append(param.register_post_accumulate_grad_hook(_hook(live, route)))
+                handles.append(param.register_post_accumulate_grad_hook(_hook(live, route, slots)))
         dtype = next((w.dtype for w in weights if w.is_floating_point()), torch.float32)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -160,7 +191,8 @@ def trace(
                 del loss
             live.sample()
             window = exchanged.window if exchanged is not None else 0
-            *samples, end = (_shared(sample, ranks, window) for sample in (*live.samples, live.now))
+            held = slots.held._replace(factors=slots.held.factors + window)
+            *samples, end = (_shared(sample, ranks, held) for sample in (*live.samples, live.now))
             if route == "stored":
                 samples = list(_with_old_gradients(samples, forward, end))
             return Trace(tuple(samples), end)
@@ -178,9 +210,10 @@ def trace(
             param.__dict__.pop(SLOT, None)
 
 
-def _shared(sample: Bytes, ranks: int, window: int) -> Bytes:
-    """What one of several devices has of gradients, and the window that factors are left in."""
-    return sample._replace(gradients=-(-sample.gradients // ranks), factors=sample.factors + window)
+def _shared(sample: Bytes, ranks: int, held: Bytes) -> Bytes:
+    """What one of several devices has of gradients, and what was held all along."""
+    gradients = -(-(sample.gradients + held.gradients) // ranks)
+    return sample._replace(gradients=gradients, factors=sample.factors + held.factors)
 
 
 def _with_old_gradients(samples: Sequence[Bytes], forward: int, end: Bytes) -> Iterator[Bytes]:
@@ -189,9 +222,13 @@ def _with_old_gradients(samples: Sequence[Bytes], forward: int, end: Bytes) -> I
         yield sample._replace(gradients=sample.gradients + end.gradients) if i < forward else sample
 
 
-def _hook(live: LiveBytes, route: Route) -> Any:
+def _hook(live: LiveBytes, route: Route, slots: Slots) -> Any:
     def complete(param: Tensor) -> None:
         if param.grad is None:  # its layers handed over all of it
+            return
+        if slots.earlier and route in ("fused", "deferred"):
+            slots.hold(gradient=param.grad.nbytes)
+            param.grad = None  # added to what is held
             return
         live.relabel(param.grad, "gradients")
         if route in ("released", "fused"):

@@ -356,6 +356,39 @@ def test_within_two_percent_of_what_was_measured_sharded(sharded_plan_of, ranks,
     assert sharded_plan_of(ranks, tokens)[method].peak_gib == pytest.approx(peak_gib, rel=0.02)
 
 
+@pytest.mark.parametrize("route", ["fused", "deferred"])
+def test_earlier_micro_batches_leave_factors_or_a_sum(route):
+    """Three of four pairs, which for 8 rows are smaller than the gradient, and for 512 larger."""
+    few, many = (trace(Layers().to("meta"), torch.randn(rows, 256), route, micro_batches=4).end for rows in (8, 512))
+    alone = trace(Layers().to("meta"), torch.randn(8, 256), route).end
+    assert few.factors - alone.factors == 3 * 3 * 8 * (256 + 256) * 4 and few.gradients == 0
+    assert many.factors == 0 and many.gradients == 3 * WEIGHT
+
+
+def test_a_config_s_clipping_and_accumulation_hold_for_all_lines(capsys):
+    arguments = ["plan", "--config", str(CONFIGS / "small_llama.yaml"), "--methods", "forge_adamw", "--memory", "1MiB"]
+    arguments += ["--trainer.gradient_clip_val", "1.0", "--trainer.accumulate_grad_batches", "4"]
+    main(arguments)
+    out = capsys.readouterr().out
+    assert ", 4 to a step, " in out and "clipped by norm" in out and "checkpoint '[\"*.layers.*\"]'" in out
+    main([*arguments, "--json"])
+    own, compared = (method["bytes"] for method in json.loads(capsys.readouterr().out)["methods"])
+    assert own == compared and own["gradients"] > 0
+
+
+def test_sharded_lines_have_their_names(capsys):
+    main(["plan", "--config", str(ROOT / "configs" / "fsdp.yaml"), "--methods", "adamw,forge_gefen"])
+    assert "devices=auto is taken as one device" in capsys.readouterr().out
+    main(
+        ["plan", "--config", str(ROOT / "configs" / "fsdp.yaml"), "--methods", "adamw,forge_gefen", "--world_size", "4"]
+    )
+    out = capsys.readouterr().out
+    assert "FSDP2, torch AdamW, fused" in out and "forge_fsdp, Gefen" in out and "this config: forge_fsdp, AdamW" in out
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(ROOT / "configs" / "fsdp.yaml"), "--world_size", "0"])
+    assert "at least one device" in capsys.readouterr().err
+
+
 def test_factors_of_two_blocks_are_under_way():
     """Of square layers of 256, with 8 tokens on each of 2 devices: 16 tokens of x and of half of dY."""
 
