@@ -200,6 +200,8 @@ class SparseLayer:
 
     def rest(self) -> None:
         """At the end of a run: remember the mask in host memory, where the optimizer's states go as well."""
+        if MASK not in self.slot.state:  # cleared in the last step; a checkpoint may still be written
+            self.slot.updater.fill_state(self.slot)
         if self._bits is not None:
             self._bits = self._bits.cpu()
 

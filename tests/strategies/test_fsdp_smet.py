@@ -50,7 +50,7 @@ class Watched(memopt.SMET):
 def says(trainer: pl.Trainer) -> dict[str, Any]:
     """What the callback shows, and what it logged."""
     callback = next(c for c in trainer.callbacks if isinstance(c, memopt.SMET))  # type: ignore[attr-defined]
-    own = {name: len(layer.slot.state["smet_cohort"]) for name, layer in callback.layers.items()}
+    own = {name: layer.own for name, layer in callback.layers.items()}
     return {
         "seen": getattr(callback, "seen", None),
         "masks": callback.masks,
