@@ -116,6 +116,14 @@ class CausalLM(pl.LightningModule):
         """The likeliest next token after each position, int64 [B, T]."""
         return self(batch["input_ids"]).argmax(dim=-1)
 
+    def on_validation_epoch_start(self) -> None:
+        """Keep the sums in float32: half precision casts them with the weights, and a sum in bf16 soon stops growing."""
+        self.eval_loss.set_dtype(torch.float32)
+
+    def on_test_epoch_start(self) -> None:
+        """As before a validation run."""
+        self.on_validation_epoch_start()
+
     def on_validation_epoch_end(self) -> None:
         """Log the mean over the validation run."""
         self._log_eval("val")

@@ -71,6 +71,20 @@ def test_validation_loss_is_the_mean_over_tokens():
     assert trainer().test(module, batches(), verbose=False)[0]["test_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("run", ["validate", "test"])
+def test_validation_loss_is_exact_in_bf16(run):
+    module, losses = LlamaModule(**TINY), []
+    token_loss = module._token_loss
+    module._token_loss = lambda batch: losses.append(token_loss(batch)) or losses[-1]
+    (result,) = getattr(trainer(precision="bf16-true"), run)(module, batches(600), verbose=False)
+    expected = torch.stack(losses).double().mean().item()
+    assert next(module.parameters()).dtype == torch.bfloat16
+    assert len(losses) == 600
+    prefix = "val" if run == "validate" else run
+    assert result[f"{prefix}_loss"] == pytest.approx(expected, rel=1e-6)
+    assert result[f"{prefix}_ppl"] == pytest.approx(math.exp(expected), rel=1e-5)
+
+
 def test_default_optimizer_is_adamw():
     module = LlamaModule(**TINY, schedule="constant")
     assert type(module.configure_optimizers()) is torch.optim.AdamW
