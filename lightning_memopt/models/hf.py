@@ -164,7 +164,8 @@ def _build(name_or_path: str, from_config: bool, architecture: dict[str, Any] | 
         elif from_config or torch.get_default_device().type == "meta":  # a plan needs shapes only
             config = transformers.AutoConfig.from_pretrained(name_or_path)
         else:
-            return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+            # It comes in evaluation mode, in which Lightning would leave it: no dropout, no gradient checkpointing.
+            return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).train()
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -1,9 +1,11 @@
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from torch.utils.data import DataLoader
 
 from lightning_memopt.cli import main
 from lightning_memopt.data import load_tokenizer
@@ -42,6 +44,12 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+def fit(module, rows, **kwargs):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, enable_checkpointing=False, **quiet, **kwargs)
+    trainer.fit(module, DataLoader(rows, batch_size=len(rows)))
+
+
 def test_weights_come_from_the_folder_in_float32(model_folder):
     module = HFCausalLM(str(model_folder))
     saved = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -59,6 +67,16 @@ def test_from_config_starts_from_random_weights(model_folder):
 
 def test_gradient_checkpointing_reaches_the_model(model_folder):
     assert HFCausalLM(str(model_folder), gradient_checkpointing=True).net.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("from_config", [True, False])
+def test_saved_weights_train_as_fresh_ones_do(model_folder, from_config):
+    """In training mode: with gradient checkpointing a layer runs once more in the backward pass."""
+    module = HFCausalLM(str(model_folder), from_config, gradient_checkpointing=True, schedule="constant")
+    calls = []
+    module.net.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(module.net.training))
+    fit(module, [{"input_ids": torch.arange(4), "targets": torch.arange(4)}])
+    assert calls == [True, True]
 
 
 def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsys):
