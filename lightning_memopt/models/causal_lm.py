@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.models.linear_cross_entropy import loss_at_head
+from lightning_memopt.models.linear_cross_entropy import IGNORE_INDEX, loss_at_head
 
 Schedule = Literal["cosine", "constant"]
 
@@ -26,9 +27,11 @@ class CausalLM(pl.LightningModule):
     """Base of the language-model modules.
 
     A batch is ``{"input_ids": int64 [B, T], "targets": int64 [B, T]}``, the targets being the inputs moved on
-    by one token. Logs ``train_loss`` per step, and ``val_loss`` and ``val_ppl`` per validation run
-    (``test_loss`` and ``test_ppl`` in ``Trainer.test``): the mean over all tokens, in nats, and its
-    exponential.
+    by one token, or as Hugging Face's collators make it, with ``labels`` in their place: the inputs not moved. Where
+    either is -100, nothing is to be predicted. An ``attention_mask`` may be there too, see the modules.
+
+    Logs ``train_loss`` per step, and ``val_loss`` and ``val_ppl`` per validation run (``test_loss`` and ``test_ppl`` in
+    ``Trainer.test``): the mean over all tokens, in nats, and its exponential.
 
     Args:
         optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
@@ -98,6 +101,13 @@ class CausalLM(pl.LightningModule):
                 f"set the model's vocab_size to {data_vocab}, or data.tokenizer to the model's own."
             )
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Leave out an attention mask that masks nothing, while looking at it does not yet make a GPU wait."""
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is None or not mask.all():
+            return batch
+        return {key: value for key, value in batch.items() if key != "attention_mask"}
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one batch, in nats per token."""
         loss = self._token_loss(batch)
@@ -106,7 +116,7 @@ class CausalLM(pl.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one batch to the validation loss."""
-        self.eval_loss.update(self._token_loss(batch), weight=batch["targets"].numel())
+        self.eval_loss.update(self._token_loss(batch), weight=(targets_of(batch) != IGNORE_INDEX).sum())
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one batch to the test loss."""
@@ -114,10 +124,11 @@ class CausalLM(pl.LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token after each position, int64 [B, T]."""
-        return self(batch["input_ids"]).argmax(dim=-1)
+        return self._run(batch).argmax(dim=-1)
 
     def on_validation_epoch_start(self) -> None:
-        """Keep the sums in float32: half precision casts them with the weights, and a sum in bf16 soon stops growing."""
+        """Keep the sums in float32."""
+        # Half precision casts them with the weights, and a sum in bf16 soon stops growing.
         self.eval_loss.set_dtype(torch.float32)
 
     def on_test_epoch_start(self) -> None:
@@ -156,17 +167,41 @@ class CausalLM(pl.LightningModule):
         checkpoint["module_class"] = type(self).__name__
 
     def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        targets = targets_of(batch)
         if self.loss_head is not None:
-            with loss_at_head(self.loss_head, batch["targets"]):
-                return self(batch["input_ids"])
+            with loss_at_head(self.loss_head, targets):
+                return self._run(batch)
         # float32 whatever the weights are: a bf16 sum over thousands of tokens has two digits.
-        logits = self(batch["input_ids"]).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        logits = self._run(batch).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+
+    def _run(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The network on a batch's inputs."""
+        if "attention_mask" in batch:
+            return self(batch["input_ids"], batch["attention_mask"])
+        return self(batch["input_ids"])
 
     def _log_eval(self, prefix: str) -> None:
         loss = self.eval_loss.compute()
         self.eval_loss.reset()
         self.log_dict({f"{prefix}_loss": loss, f"{prefix}_ppl": loss.exp()}, prog_bar=True)
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """What to predict after each position, int64 [B, T]: the batch's ``targets``, or its ``labels`` moved on by one.
+
+    Raises:
+        MemOptError: The batch has neither.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or not {"targets", "labels"} & batch.keys():
+        found = "{" + ", ".join(map(str, batch)) + "}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise MemOptError(
+            "A batch must be a dictionary of input_ids and either targets (the ids moved on by one token) or labels "
+            f"(not moved, as Hugging Face's collators make them), not {found}."
+        )
+    if "targets" in batch:
+        return batch["targets"]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

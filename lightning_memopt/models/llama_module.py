@@ -18,6 +18,9 @@ from lightning_memopt.models.llama import Llama
 class LlamaModule(CausalLM):
     """Trains a small Llama from scratch on next-token prediction.
 
+    A batch has ``input_ids``, int64 [B, T], and either ``targets``, the ids moved on by one token, or ``labels``, not
+    moved; -100 where nothing is to be predicted. An ``attention_mask`` must have no zeros.
+
     Args:
         vocab_size: Number of token ids; 256 for bytes.
         hidden_size: Width of the residual stream; a multiple of ``num_heads``.
@@ -84,8 +87,17 @@ class LlamaModule(CausalLM):
         """The output projection."""
         return self.net.lm_head
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, T, V] of ids [B, T]."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T].
+
+        Raises:
+            MemOptError: The attention mask, [B, T], has zeros.
+        """
+        if attention_mask is not None and not attention_mask.all():
+            raise MemOptError(
+                "LlamaModule attends to all earlier tokens and takes no attention_mask with zeros: pad on the right, "
+                "with labels of -100, and leave the mask out."
+            )
         return self.net(input_ids)
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
 import sys
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -77,6 +78,52 @@ def test_saved_weights_train_as_fresh_ones_do(model_folder, from_config):
     module.net.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(module.net.training))
     fit(module, [{"input_ids": torch.arange(4), "targets": torch.arange(4)}])
     assert calls == [True, True]
+
+
+def padded_rows(side):
+    """Two rows as a Hugging Face tokenizer and collator make them, the second padded."""
+    ids, mask = torch.arange(1, 17).reshape(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, slice(0, 3) if side == "left" else slice(5, 8)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return [{"input_ids": i, "attention_mask": m, "labels": y} for i, m, y in zip(ids, mask, labels, strict=True)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("strategy", ["auto", "forge"])
+def test_a_padded_batch_has_the_loss_of_transformers(model_folder, side, fast, strategy):
+    module = HFCausalLM(str(model_folder), chunked_loss=fast, fused_layers=fast, schedule="constant")
+    batch = torch.utils.data.default_collate(padded_rows(side))
+    expected = module.net.eval()(**batch).loss.item()
+    module.train()
+    module.log = lambda name, value, **_: losses.append(value.item())
+    losses = []
+    fit(module, padded_rows(side), strategy=strategy)
+    assert losses == pytest.approx([expected], rel=1e-5)
+
+
+def test_a_mask_without_zeros_is_dropped_before_the_step(model_folder):
+    """So that the step need not look at it, and takes torch's causal attention."""
+    module, seen = HFCausalLM(str(model_folder), schedule="constant"), []
+    module.net.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    rows = [{**row, "attention_mask": torch.ones(8, dtype=torch.long)} for row in padded_rows("left")]
+    fit(module, rows)
+    assert [kwargs.get("attention_mask") for kwargs in seen] == [None]
+
+
+def test_a_router_loss_that_is_left_out_is_told():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    experts = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    rows = [{"input_ids": torch.arange(4), "targets": torch.arange(4)}]
+    for asked in (True, False):
+        module = HFCausalLM(
+            architecture={"model_type": "mixtral", **sizes, **experts, "output_router_logits": asked},
+            schedule="constant",
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(module, rows)
+        assert sum("router" in str(warning.message) for warning in caught) == asked
 
 
 def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsys):
