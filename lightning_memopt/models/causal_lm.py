@@ -101,13 +101,6 @@ class CausalLM(pl.LightningModule):
                 f"set the model's vocab_size to {data_vocab}, or data.tokenizer to the model's own."
             )
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Leave out an attention mask that masks nothing, while looking at it does not yet make a GPU wait."""
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is None or not mask.all():
-            return batch
-        return {key: value for key, value in batch.items() if key != "attention_mask"}
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one batch, in nats per token."""
         loss = self._token_loss(batch)
@@ -177,9 +170,16 @@ class CausalLM(pl.LightningModule):
 
     def _run(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The network on a batch's inputs."""
-        if "attention_mask" in batch:
-            return self(batch["input_ids"], batch["attention_mask"])
-        return self(batch["input_ids"])
+        mask = batch.get("attention_mask")
+        return (
+            self._run_whole(batch["input_ids"])
+            if mask is None or masks_nothing(mask)
+            else self(batch["input_ids"], mask)
+        )
+
+    def _run_whole(self, input_ids: Tensor) -> Tensor:
+        """The network on rows without padding."""
+        return self(input_ids)
 
     def _log_eval(self, prefix: str) -> None:
         loss = self.eval_loss.compute()
@@ -202,6 +202,14 @@ def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
     if "targets" in batch:
         return batch["targets"]
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def masks_nothing(mask: Tensor) -> bool:
+    """Whether an attention mask has no zeros; one that cannot be looked at, as a CUDA graph is captured, may have some.
+
+    Looking makes the host wait for the GPU, as transformers does at every mask.
+    """
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing()) and bool(mask.all())
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class HFCausalLM(CausalLM):
 
     A batch has ``input_ids``, int64 [B, T], and either ``targets``, the ids moved on by one token, or ``labels``, not
     moved, as Hugging Face's collators make them; -100 where nothing is to be predicted. An ``attention_mask`` with
-    zeros goes to the model.
+    zeros goes to the model; one without is better left out, as looking at it makes the host wait for the GPU.
 
     Args:
         name_or_path: Folder of a saved model, or its name on the hub; not needed with an `architecture`.
@@ -118,12 +118,11 @@ class HFCausalLM(CausalLM):
                 "HFCausalLM trains on the cross-entropy alone."
             )
 
-    def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        # Causal attention without looking at positions would not look at a mask either.
-        if not self.fused_layers or self.net.config.model_type not in PLAIN_HEADS or "attention_mask" in batch:
-            return super()._token_loss(batch)
-        with hf_layers.causal_without_looking(self.net, batch["input_ids"].shape[1]):
-            return super()._token_loss(batch)
+    def _run_whole(self, input_ids: Tensor) -> Tensor:
+        if not self.fused_layers or self.net.config.model_type not in PLAIN_HEADS:
+            return super()._run_whole(input_ids)
+        with hf_layers.causal_without_looking(self.net, input_ids.shape[1]):
+            return super()._run_whole(input_ids)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of ids [B, T], where the mask, [B, T], has zeros without a look at those tokens."""

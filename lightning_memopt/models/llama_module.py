@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.models.causal_lm import CausalLM, Schedule
+from lightning_memopt.models.causal_lm import CausalLM, Schedule, masks_nothing
 from lightning_memopt.models.llama import Llama
 
 
@@ -93,7 +93,7 @@ class LlamaModule(CausalLM):
         Raises:
             MemOptError: The attention mask, [B, T], has zeros.
         """
-        if attention_mask is not None and not attention_mask.all():
+        if attention_mask is not None and not masks_nothing(attention_mask):
             raise MemOptError(
                 "LlamaModule attends to all earlier tokens and takes no attention_mask with zeros: pad on the right, "
                 "with labels of -100, and leave the mask out."

@@ -102,8 +102,8 @@ def test_a_padded_batch_has_the_loss_of_transformers(model_folder, side, fast, s
     assert losses == pytest.approx([expected], rel=1e-5)
 
 
-def test_a_mask_without_zeros_is_dropped_before_the_step(model_folder):
-    """So that the step need not look at it, and takes torch's causal attention."""
+def test_a_mask_without_zeros_is_not_passed_on(model_folder):
+    """So that torch's own causal attention is taken."""
     module, seen = HFCausalLM(str(model_folder), schedule="constant"), []
     module.net.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     rows = [{**row, "attention_mask": torch.ones(8, dtype=torch.long)} for row in padded_rows("left")]
@@ -160,6 +160,12 @@ def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsy
     exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
     ids = load_tokenizer("exported").encode("3 squared is").long()[None]
     torch.testing.assert_close(exported(ids).logits, module(ids))
+
+    said = []
+    for source in (ckpt, "exported"):
+        main(["generate", "--ckpt", source, "--prompt", "7 squared", "--max-new-tokens=8", "--temperature=0"])
+        said.append(capsys.readouterr().out)
+    assert said[0].endswith(said[1])  # after what export printed
 
     # Resuming reads architecture and weights from the checkpoint too.
     main(["fit", "--config", "config.yaml", "--trainer.max_steps=5", f"--ckpt_path={ckpt}"])
