@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
@@ -55,6 +56,9 @@ class CausalLM(pl.LightningModule):
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
         self.eval_loss = MeanMetric()
+        # Where the cosine ends, and where it ended in the run that this one goes on from.
+        self._end: int | None = None
+        self._resumed_end: int | None = None
 
     @property
     @abstractmethod
@@ -101,6 +105,18 @@ class CausalLM(pl.LightningModule):
                 f"set the model's vocab_size to {data_vocab}, or data.tokenizer to the model's own."
             )
 
+    def on_train_start(self) -> None:
+        """Say so where a resumed run's cosine ends elsewhere now, as the learning rate then jumps."""
+        old, new = self._resumed_end, self._end
+        if old is None or new is None or old == new:
+            return
+        step = self.trainer.global_step
+        before, after = (lr_factor(step, end, self.warmup_steps, self.min_lr_ratio) for end in (old, new))
+        rank_zero_info(
+            f"The cosine of the resumed run was to end at step {old}, and now ends at step {new}: at step {step} the "
+            f"learning rate goes from {before:.2g} to {after:.2g} times the optimizer's own."
+        )
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one batch, in nats per token."""
         loss = self._token_loss(batch)
@@ -146,9 +162,10 @@ class CausalLM(pl.LightningModule):
             raise MemOptError(
                 'schedule="cosine" needs an end: set trainer.max_steps or max_epochs, or schedule="constant".'
             )
+        self._end = int(total) if self.schedule == "cosine" else None
         factor = partial(
             lr_factor,
-            total_steps=int(total) if self.schedule == "cosine" else None,
+            total_steps=self._end,
             warmup_steps=self.warmup_steps,
             min_ratio=self.min_lr_ratio,
         )
@@ -156,8 +173,13 @@ class CausalLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Name the class, so that the checkpoint alone is enough to rebuild the module."""
+        """Name the class, so that the checkpoint alone is enough to rebuild the module, and the end of the schedule."""
         checkpoint["module_class"] = type(self).__name__
+        checkpoint["schedule_end"] = self._end
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember where the run that is resumed was to end."""
+        self._resumed_end = checkpoint.get("schedule_end")
 
     def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
         targets = targets_of(batch)

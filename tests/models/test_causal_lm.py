@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.models import LlamaModule
+from lightning_memopt.models import LlamaModule, causal_lm
 from lightning_memopt.models.causal_lm import lr_factor, parameter_groups, targets_of
 
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
@@ -53,6 +53,21 @@ def test_learning_rate_follows_the_schedule_by_step():
     )
     trainer(max_steps=6, callbacks=[record]).fit(module, batches())
     assert seen == pytest.approx([2.0 * lr_factor(step, 6, 2, 0.1) for step in range(6)])
+
+
+def test_a_resumed_cosine_that_ends_elsewhere_is_told(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(causal_lm, "rank_zero_info", said.append)
+    first, path = trainer(max_steps=2), tmp_path / "first.ckpt"
+    first.fit(LlamaModule(**TINY), batches())
+    first.save_checkpoint(path)
+    trainer(max_steps=2).fit(LlamaModule(**TINY), batches(), ckpt_path=path)
+    assert not said
+    trainer(max_steps=4).fit(LlamaModule(**TINY), batches(), ckpt_path=path)
+    assert said == [
+        "The cosine of the resumed run was to end at step 2, and now ends at step 4: at step 2 the learning rate goes "
+        "from 0.1 to 0.55 times the optimizer's own."
+    ]
 
 
 def test_cosine_without_an_end_is_refused():
