@@ -19,6 +19,7 @@ import lightning_memopt  # noqa: F401  # registers the strategies before any Tra
 
 # Imported for their short names in YAML: `class_path: LlamaModule` resolves only once the class is known.
 from lightning_memopt import callbacks, data, models  # noqa: F401
+from lightning_memopt.callbacks.metrics_csv import csv_logger
 from lightning_memopt.commands import COMMANDS
 from lightning_memopt.errors import MemOptError
 
@@ -44,15 +45,36 @@ class MemOptParser(ShortErrorParser, LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the resolved config beside the logs; without a logger nowhere.
+    """Saves the resolved config beside the logs when training starts; without a logger nowhere.
 
-    Lightning would then write it into the working folder, over the very file that the user passed.
+    Lightning would then write it into the working folder, over the very file that the user passed. It also saves at
+    set-up, when the CSV logger has already removed the metrics of the run before: both would be lost to a run that is
+    refused.
     """
 
+    _metrics: tuple[Path, bytes] | None = None
+
+    def remember(self, trainer: Trainer) -> None:
+        """Keep the metrics of the run before until this one trains."""
+        logger = csv_logger(trainer)
+        path = Path(logger.log_dir, "metrics.csv") if logger is not None and trainer.is_global_zero else None
+        if path is not None and path.is_file():
+            self._metrics = path, path.read_bytes()
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save on the first call."""
+        """Save nothing yet."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, and let go of the run before."""
         if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
+            super().setup(trainer, pl_module, "fit")
+        self._metrics = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back the metrics of the run before, if this one never trained."""
+        if self._metrics is not None:
+            path, content = self._metrics
+            path.write_bytes(content)
 
 
 class MemOptCLI(LightningCLI):
@@ -96,6 +118,12 @@ class MemOptCLI(LightningCLI):
             kept = [logger for logger in loggers if not isinstance(logger, CSVLogger | bool | None)]
             kwargs.setdefault("logger", kept or False)
         return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Look at the run's folder before the logger does."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveConfig):
+                callback.remember(self.trainer)
 
     def _parse_ckpt_path(self) -> None:
         """Check the checkpoint before its hyperparameters are read from it."""

@@ -103,6 +103,14 @@ def test_other_commands_leave_the_run_alone(workdir):
     assert {path: path.read_bytes() for path in RUN.iterdir()} == before
 
 
+@pytest.mark.parametrize("resume", [[], [f"--ckpt_path={RUN / 'last.ckpt'}"]])
+def test_a_refused_run_leaves_the_run_before_alone(workdir, capsys, resume):
+    main(["fit", *TINY])
+    before = {path: path.read_bytes() for path in RUN.iterdir()}
+    assert "16" in error_of(capsys, ["fit", *TINY, "--trainer.precision=16-true", "--trainer.max_steps=20", *resume])
+    assert {path: path.read_bytes() for path in RUN.iterdir()} == before
+
+
 def test_config_is_not_written_into_the_working_folder_without_a_logger(workdir):
     Path("config.yaml").write_text("mine: true\n")
     main(["fit", *TINY, "--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.max_steps=1"])

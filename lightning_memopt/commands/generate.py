@@ -20,7 +20,7 @@ def generate(
     """Continue a prompt with a trained language model.
 
     Args:
-        ckpt: Checkpoint file of a run.
+        ckpt: Checkpoint file of a run, or the folder of a saved Hugging Face model, as ``memopt export`` writes it.
         prompt: Text to continue; by default the start of a document.
         max_new_tokens: Most tokens to add.
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.

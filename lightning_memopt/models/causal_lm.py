@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +13,13 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.models.linear_cross_entropy import loss_at_head
+from lightning_memopt.models.linear_cross_entropy import IGNORE_INDEX, loss_at_head
 
 Schedule = Literal["cosine", "constant"]
 
@@ -26,9 +28,11 @@ class CausalLM(pl.LightningModule):
     """Base of the language-model modules.
 
     A batch is ``{"input_ids": int64 [B, T], "targets": int64 [B, T]}``, the targets being the inputs moved on
-    by one token. Logs ``train_loss`` per step, and ``val_loss`` and ``val_ppl`` per validation run
-    (``test_loss`` and ``test_ppl`` in ``Trainer.test``): the mean over all tokens, in nats, and its
-    exponential.
+    by one token, or as Hugging Face's collators make it, with ``labels`` in their place: the inputs not moved. Where
+    either is -100, nothing is to be predicted. An ``attention_mask`` may be there too, see the modules.
+
+    Logs ``train_loss`` per step, and ``val_loss`` and ``val_ppl`` per validation run (``test_loss`` and ``test_ppl`` in
+    ``Trainer.test``): the mean over all tokens, in nats, and its exponential.
 
     Args:
         optimizer: Makes the optimizer from the parameter groups; None for ``torch.optim.AdamW`` with its
@@ -52,6 +56,9 @@ class CausalLM(pl.LightningModule):
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
         self.eval_loss = MeanMetric()
+        # Where the cosine ends, and where it ended in the run that this one goes on from.
+        self._end: int | None = None
+        self._resumed_end: int | None = None
 
     @property
     @abstractmethod
@@ -98,6 +105,18 @@ class CausalLM(pl.LightningModule):
                 f"set the model's vocab_size to {data_vocab}, or data.tokenizer to the model's own."
             )
 
+    def on_train_start(self) -> None:
+        """Say so where a resumed run's cosine ends elsewhere now, as the learning rate then jumps."""
+        old, new = self._resumed_end, self._end
+        if old is None or new is None or old == new:
+            return
+        step = self.trainer.global_step
+        before, after = (lr_factor(step, end, self.warmup_steps, self.min_lr_ratio) for end in (old, new))
+        rank_zero_info(
+            f"The cosine of the resumed run was to end at step {old}, and now ends at step {new}: at step {step} the "
+            f"learning rate goes from {before:.2g} to {after:.2g} times the optimizer's own."
+        )
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one batch, in nats per token."""
         loss = self._token_loss(batch)
@@ -106,7 +125,7 @@ class CausalLM(pl.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one batch to the validation loss."""
-        self.eval_loss.update(self._token_loss(batch), weight=batch["targets"].numel())
+        self.eval_loss.update(self._token_loss(batch), weight=(targets_of(batch) != IGNORE_INDEX).sum())
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add one batch to the test loss."""
@@ -114,7 +133,16 @@ class CausalLM(pl.LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token after each position, int64 [B, T]."""
-        return self(batch["input_ids"]).argmax(dim=-1)
+        return self._run(batch).argmax(dim=-1)
+
+    def on_validation_epoch_start(self) -> None:
+        """Keep the sums in float32."""
+        # Half precision casts them with the weights, and a sum in bf16 soon stops growing.
+        self.eval_loss.set_dtype(torch.float32)
+
+    def on_test_epoch_start(self) -> None:
+        """As before a validation run."""
+        self.on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean over the validation run."""
@@ -134,9 +162,10 @@ class CausalLM(pl.LightningModule):
             raise MemOptError(
                 'schedule="cosine" needs an end: set trainer.max_steps or max_epochs, or schedule="constant".'
             )
+        self._end = int(total) if self.schedule == "cosine" else None
         factor = partial(
             lr_factor,
-            total_steps=int(total) if self.schedule == "cosine" else None,
+            total_steps=self._end,
             warmup_steps=self.warmup_steps,
             min_ratio=self.min_lr_ratio,
         )
@@ -144,21 +173,65 @@ class CausalLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Name the class, so that the checkpoint alone is enough to rebuild the module."""
+        """Name the class, so that the checkpoint alone is enough to rebuild the module, and the end of the schedule."""
         checkpoint["module_class"] = type(self).__name__
+        checkpoint["schedule_end"] = self._end
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember where the run that is resumed was to end."""
+        self._resumed_end = checkpoint.get("schedule_end")
 
     def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        targets = targets_of(batch)
         if self.loss_head is not None:
-            with loss_at_head(self.loss_head, batch["targets"]):
-                return self(batch["input_ids"])
+            with loss_at_head(self.loss_head, targets):
+                return self._run(batch)
         # float32 whatever the weights are: a bf16 sum over thousands of tokens has two digits.
-        logits = self(batch["input_ids"]).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        logits = self._run(batch).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+
+    def _run(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The network on a batch's inputs."""
+        mask = batch.get("attention_mask")
+        return (
+            self._run_whole(batch["input_ids"])
+            if mask is None or masks_nothing(mask)
+            else self(batch["input_ids"], mask)
+        )
+
+    def _run_whole(self, input_ids: Tensor) -> Tensor:
+        """The network on rows without padding."""
+        return self(input_ids)
 
     def _log_eval(self, prefix: str) -> None:
         loss = self.eval_loss.compute()
         self.eval_loss.reset()
         self.log_dict({f"{prefix}_loss": loss, f"{prefix}_ppl": loss.exp()}, prog_bar=True)
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """What to predict after each position, int64 [B, T]: the batch's ``targets``, or its ``labels`` moved on by one.
+
+    Raises:
+        MemOptError: The batch has neither.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or not {"targets", "labels"} & batch.keys():
+        found = "{" + ", ".join(map(str, batch)) + "}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise MemOptError(
+            "A batch must be a dictionary of input_ids and either targets (the ids moved on by one token) or labels "
+            f"(not moved, as Hugging Face's collators make them), not {found}."
+        )
+    if "targets" in batch:
+        return batch["targets"]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def masks_nothing(mask: Tensor) -> bool:
+    """Whether an attention mask has no zeros; one that cannot be looked at, as a CUDA graph is captured, may have some.
+
+    Looking makes the host wait for the GPU, as transformers does at every mask.
+    """
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing()) and bool(mask.all())
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Read a module back from nothing but its checkpoint."""
+"""Read a module back from nothing but its checkpoint, or from the folder it was exported to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from lightning_memopt.models.llama_module import LlamaModule
 # Only these are built from a checkpoint: importing whatever class a file names would run its author's code.
 MODULES: dict[str, type[CausalLM]] = {"LlamaModule": LlamaModule, "HFCausalLM": HFCausalLM}
 
+# What torch and Lightning write into the folder of a sharded checkpoint.
+SHARDED = (".metadata", "meta.pt")
+
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The checkpoint's dictionary, with its tensors on the CPU.
@@ -24,11 +27,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         MemOptError: There is no such file, or it is not a checkpoint.
     """
     path = Path(path)
-    if path.is_dir():
+    if any((path / name).is_file() for name in SHARDED):
         raise MemOptError(
             f"{path} is the folder of a sharded checkpoint; first make one file of it: "
             f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}"
         )
+    if path.is_dir():
+        raise MemOptError(f"{path} is a folder without a checkpoint in it that could be read: name a checkpoint file.")
     if not path.is_file():
         raise MemOptError(f"There is no checkpoint {path}.")
     try:
@@ -44,15 +49,20 @@ def load_module(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
     """Rebuild the module that a checkpoint was saved from, in evaluation mode on the CPU.
 
     Args:
-        path: A checkpoint file of a run that trained :class:`LlamaModule` or :class:`HFCausalLM`.
+        path: A checkpoint file of a run that trained :class:`LlamaModule` or :class:`HFCausalLM`, or the folder of a
+            saved Hugging Face model, which ``memopt export`` writes too.
 
     Returns:
-        The module, its weights in the checkpoint's dtype, and the hyperparameters of the run's data module
-        (empty where there was none).
+        The module, its weights in the checkpoint's dtype (of a folder, in float32), and the hyperparameters of the
+        run's data module (empty where there was none; of a folder, its tokenizer).
 
     Raises:
         MemOptError: The file is missing or broken, or was saved by another module.
     """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        own_tokenizer = (folder / "tokenizer_config.json").is_file()
+        return HFCausalLM(str(folder)).eval(), {"tokenizer": str(folder)} if own_tokenizer else {}
     checkpoint = read_checkpoint(path)
     name = checkpoint.get("module_class")
     module_class = MODULES.get(name) if isinstance(name, str) else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
@@ -30,6 +31,10 @@ class HFCausalLM(CausalLM):
 
     The weights are loaded as float32 (torch's default dtype) whatever the folder holds; the Trainer's
     ``precision`` decides what they are trained in.
+
+    A batch has ``input_ids``, int64 [B, T], and either ``targets``, the ids moved on by one token, or ``labels``, not
+    moved, as Hugging Face's collators make them; -100 where nothing is to be predicted. An ``attention_mask`` with
+    zeros goes to the model; one without is better left out, as looking at it makes the host wait for the GPU.
 
     Args:
         name_or_path: Folder of a saved model, or its name on the hub; not needed with an `architecture`.
@@ -104,15 +109,24 @@ class HFCausalLM(CausalLM):
         head = self.net.get_output_embeddings()
         return head if type(head) is nn.Linear else None
 
-    def _token_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        if not self.fused_layers or self.net.config.model_type not in PLAIN_HEADS:
-            return super()._token_loss(batch)
-        with hf_layers.causal_without_looking(self.net, batch["input_ids"].shape[1]):
-            return super()._token_loss(batch)
+    def setup(self, stage: str) -> None:
+        """As the base class; and say which part of a mixture of experts' loss is left out."""
+        super().setup(stage)
+        if stage == "fit" and getattr(self.net.config, "output_router_logits", False):
+            rank_zero_warn(
+                "The model's configuration asks for a router loss (output_router_logits), which balances its experts; "
+                "HFCausalLM trains on the cross-entropy alone."
+            )
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, T, V] of ids [B, T]."""
-        return self.net(input_ids=input_ids, use_cache=False).logits
+    def _run_whole(self, input_ids: Tensor) -> Tensor:
+        if not self.fused_layers or self.net.config.model_type not in PLAIN_HEADS:
+            return super()._run_whole(input_ids)
+        with hf_layers.causal_without_looking(self.net, input_ids.shape[1]):
+            return super()._run_whole(input_ids)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T], where the mask, [B, T], has zeros without a look at those tokens."""
+        return self.net(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
     @torch.no_grad()
     def generate(
@@ -164,7 +178,8 @@ def _build(name_or_path: str, from_config: bool, architecture: dict[str, Any] | 
         elif from_config or torch.get_default_device().type == "meta":  # a plan needs shapes only
             config = transformers.AutoConfig.from_pretrained(name_or_path)
         else:
-            return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+            # It comes in evaluation mode, in which Lightning would leave it: no dropout, no gradient checkpointing.
+            return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).train()
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -11,12 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.models.causal_lm import CausalLM, Schedule
+from lightning_memopt.models.causal_lm import CausalLM, Schedule, masks_nothing
 from lightning_memopt.models.llama import Llama
 
 
 class LlamaModule(CausalLM):
     """Trains a small Llama from scratch on next-token prediction.
+
+    A batch has ``input_ids``, int64 [B, T], and either ``targets``, the ids moved on by one token, or ``labels``, not
+    moved; -100 where nothing is to be predicted. An ``attention_mask`` must have no zeros.
 
     Args:
         vocab_size: Number of token ids; 256 for bytes.
@@ -84,8 +87,17 @@ class LlamaModule(CausalLM):
         """The output projection."""
         return self.net.lm_head
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, T, V] of ids [B, T]."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T].
+
+        Raises:
+            MemOptError: The attention mask, [B, T], has zeros.
+        """
+        if attention_mask is not None and not masks_nothing(attention_mask):
+            raise MemOptError(
+                "LlamaModule attends to all earlier tokens and takes no attention_mask with zeros: pad on the right, "
+                "with labels of -100, and leave the mask out."
+            )
         return self.net(input_ids)
 
     @torch.no_grad()

@@ -149,13 +149,17 @@ def gefen(
     Args:
         module: A module.
         lr: Learning rate of all parameters.
-        weight_decay: Decay of parameters whose name has none of `no_decay` in it.
+        weight_decay: Decay of matrices and larger tensors whose name has none of `no_decay` in it. Vectors (biases
+            and norms, whatever they are called) never decay.
         no_decay: Parts of names, in any case, of parameters without decay.
         options: See `Gefen`.
     """
     parts = tuple(part.lower() for part in no_decay)
     named = [(name.lower(), param) for name, param in module.named_parameters() if param.requires_grad]
-    spared = [any(part in name for part in parts) for name, _ in named]
+    # A flat shard is a vector too, but may be a piece of a matrix: only its name tells.
+    spared = [
+        any(part in name for part in parts) or (param.ndim <= 1 and not is_flat_shard(param)) for name, param in named
+    ]
     decay = [param for (_, param), spare in zip(named, spared, strict=True) if not spare]
     rest = [param for (_, param), spare in zip(named, spared, strict=True) if spare]
     groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]

@@ -24,6 +24,17 @@ def test_rebuilds_a_module_made_in_python(tmp_path, dtype):
         assert loaded.state_dict()[name].dtype == dtype
 
 
+def test_an_exported_folder_is_a_model_too(tmp_path):
+    pytest.importorskip("transformers")
+    module = LlamaModule(hidden_size=16, num_layers=1, num_heads=2)
+    module.export(tmp_path)
+    loaded, data = load_module(tmp_path)
+    ids = torch.arange(5)[None]
+    assert not loaded.training
+    assert data == {}
+    torch.testing.assert_close(loaded(ids), module(ids))
+
+
 def test_another_class_is_named(tmp_path):
     save(pl.LightningModule(), tmp_path / "other.ckpt")
     with pytest.raises(MemOptError, match="LlamaModule and HFCausalLM"):
@@ -39,8 +50,15 @@ def test_weights_that_do_not_fit(tmp_path):
         load_module(tmp_path / "model.ckpt")
 
 
-def test_a_folder_and_a_plain_torch_file_are_refused(tmp_path):
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_a_sharded_checkpoint_is_told_by_its_files(tmp_path, name):
+    (tmp_path / name).touch()
     with pytest.raises(MemOptError, match="consolidate_checkpoint"):
+        load_module(tmp_path)
+
+
+def test_a_folder_and_a_plain_torch_file_are_refused(tmp_path):
+    with pytest.raises(MemOptError, match="folder without a checkpoint"):
         load_module(tmp_path)
     torch.save({"weights": 1}, tmp_path / "file.pt")
     with pytest.raises(MemOptError, match="state_dict"):

@@ -1,9 +1,12 @@
 import sys
+import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from torch.utils.data import DataLoader
 
 from lightning_memopt.cli import main
 from lightning_memopt.data import load_tokenizer
@@ -42,6 +45,12 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+def fit(module, rows, **kwargs):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, enable_checkpointing=False, **quiet, **kwargs)
+    trainer.fit(module, DataLoader(rows, batch_size=len(rows)))
+
+
 def test_weights_come_from_the_folder_in_float32(model_folder):
     module = HFCausalLM(str(model_folder))
     saved = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -59,6 +68,62 @@ def test_from_config_starts_from_random_weights(model_folder):
 
 def test_gradient_checkpointing_reaches_the_model(model_folder):
     assert HFCausalLM(str(model_folder), gradient_checkpointing=True).net.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("from_config", [True, False])
+def test_saved_weights_train_as_fresh_ones_do(model_folder, from_config):
+    """In training mode: with gradient checkpointing a layer runs once more in the backward pass."""
+    module = HFCausalLM(str(model_folder), from_config, gradient_checkpointing=True, schedule="constant")
+    calls = []
+    module.net.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(module.net.training))
+    fit(module, [{"input_ids": torch.arange(4), "targets": torch.arange(4)}])
+    assert calls == [True, True]
+
+
+def padded_rows(side):
+    """Two rows as a Hugging Face tokenizer and collator make them, the second padded."""
+    ids, mask = torch.arange(1, 17).reshape(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, slice(0, 3) if side == "left" else slice(5, 8)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return [{"input_ids": i, "attention_mask": m, "labels": y} for i, m, y in zip(ids, mask, labels, strict=True)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("strategy", ["auto", "forge"])
+def test_a_padded_batch_has_the_loss_of_transformers(model_folder, side, fast, strategy):
+    module = HFCausalLM(str(model_folder), chunked_loss=fast, fused_layers=fast, schedule="constant")
+    batch = torch.utils.data.default_collate(padded_rows(side))
+    expected = module.net.eval()(**batch).loss.item()
+    module.train()
+    module.log = lambda name, value, **_: losses.append(value.item())
+    losses = []
+    fit(module, padded_rows(side), strategy=strategy)
+    assert losses == pytest.approx([expected], rel=1e-5)
+
+
+def test_a_mask_without_zeros_is_not_passed_on(model_folder):
+    """So that torch's own causal attention is taken."""
+    module, seen = HFCausalLM(str(model_folder), schedule="constant"), []
+    module.net.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    rows = [{**row, "attention_mask": torch.ones(8, dtype=torch.long)} for row in padded_rows("left")]
+    fit(module, rows)
+    assert [kwargs.get("attention_mask") for kwargs in seen] == [None]
+
+
+def test_a_router_loss_that_is_left_out_is_told():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    experts = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    rows = [{"input_ids": torch.arange(4), "targets": torch.arange(4)}]
+    for asked in (True, False):
+        module = HFCausalLM(
+            architecture={"model_type": "mixtral", **sizes, **experts, "output_router_logits": asked},
+            schedule="constant",
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(module, rows)
+        assert sum("router" in str(warning.message) for warning in caught) == asked
 
 
 def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsys):
@@ -95,6 +160,12 @@ def test_finetune_generate_and_export(model_folder, tmp_path, monkeypatch, capsy
     exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
     ids = load_tokenizer("exported").encode("3 squared is").long()[None]
     torch.testing.assert_close(exported(ids).logits, module(ids))
+
+    said = []
+    for source in (ckpt, "exported"):
+        main(["generate", "--ckpt", source, "--prompt", "7 squared", "--max-new-tokens=8", "--temperature=0"])
+        said.append(capsys.readouterr().out)
+    assert said[0].endswith(said[1])  # after what export printed
 
     # Resuming reads architecture and weights from the checkpoint too.
     main(["fit", "--config", "config.yaml", "--trainer.max_steps=5", f"--ckpt_path={ckpt}"])

@@ -433,8 +433,24 @@ def test_the_factory_spares_biases_and_norms_from_decay() -> None:
     assert decay["params"] == [net["fc"].weight] and decay["weight_decay"] == 0.3
     assert len(spared["params"]) == 3 and spared["weight_decay"] == 0
     assert decay["lr"] == spared["lr"] == 2e-3 and decay["betas"] == (0.8, 0.9)
-    everything = memopt.gefen(net, no_decay=()).param_groups
-    assert len(everything) == 1 and len(everything[0]["params"]) == 4
+
+
+def test_the_factory_spares_vectors_of_any_name_and_what_is_named() -> None:
+    net = nn.ModuleDict({"fc": nn.Linear(80, 80), "ln_1": nn.LayerNorm(80), "head": nn.Linear(80, 80, bias=False)})
+    decay, spared = memopt.gefen(net, no_decay=("head",)).param_groups
+    assert decay["params"] == [net["fc"].weight]
+    spared_ids = {id(p) for p in spared["params"]}
+    assert spared_ids == {id(p) for p in (net["fc"].bias, *net["ln_1"].parameters(), net["head"].weight)}
+
+
+def test_the_factory_knows_flat_shards_by_name_only() -> None:
+    net = nn.ModuleDict({"fc": nn.Linear(80, 80), "norm": nn.LayerNorm(80)})
+    for name, part in net.items():  # as FSDP1 leaves its parameters
+        flat = nn.Parameter(part.weight.detach().flatten())
+        flat._fsdp_flattened = True
+        net[name].weight, net[name].bias = flat, None
+    decay, spared = memopt.gefen(net).param_groups
+    assert decay["params"] == [net["fc"].weight] and spared["params"] == [net["norm"].weight]
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
