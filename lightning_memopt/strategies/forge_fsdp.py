@@ -33,10 +33,10 @@ from lightning_memopt.kernels.update import Beside
 from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
 from lightning_memopt.strategies.gathering import by_copies, gather_by_collectives, gather_by_copies
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
 
 
-class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
+class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
     """Train on many devices with parameters, gradients and states sharded, each update fused into the backward pass.
 
     The module needs no ``configure_model``: the strategy shards it by blocks. A module that shards itself there is left
