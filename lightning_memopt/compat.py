@@ -73,6 +73,13 @@ CASES = (
         "the checkpoint's optimizer state lacks this option, so another optimizer saved it. Resume with that one, or "
         "load the weights only.",
     ),
+    Case(
+        "a checkpoint folder on one device",
+        "refused",
+        "a folder as strategy 'forge_fsdp' writes them. Resume with strategy='forge_fsdp' and devices=1; with its "
+        "save_distributed_checkpoint=False checkpoints become files, which strategy='forge' reads.",
+        strategies=_SINGLE,
+    ),
     Case("layer applied to a parameter", "exact", "its input is copied, as it may be updated first"),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
     Case(
@@ -193,6 +200,12 @@ CASES = (
         strategies=_SHARDED,
     ),
     Case("optimizer without a rule", "refused", "the message lists the optimizers that have one", "unknown"),
+    Case(
+        "subclass of an optimizer with a rule",
+        "refused",
+        "it may step in another way; the message names the class to use instead",
+        "unknown",
+    ),
     Case("float16 or complex parameters", "refused", "the message names the parameter"),
     Case("sparse embedding gradients", "refused", "build nn.Embedding and nn.EmbeddingBag with sparse=False."),
     Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,16 @@ def other_optimizer() -> None:
         fit(Module(Linear, sgd, square_loss), "forge", vectors(), max_steps=2, ckpt_path=path)
 
 
+def folder_on_one_device() -> None:
+    """What a sharded run writes, resumed with one device's strategy."""
+    with tempfile.TemporaryDirectory() as folder:
+        fit(Module(Linear, loss=square_loss), "forge", vectors(), max_steps=2, ckpt_path=folder)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass, which might step otherwise."""
+
+
 def two_owners() -> None:
     """Two optimizers with the same parameters."""
 
@@ -152,16 +163,21 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "several devices": lambda: train(devices=2),
     "optimizer options amsgrad, capturable, differentiable": (
         optimizer(partial(torch.optim.Adam, amsgrad=True)),
-        r"Adam\(amsgrad=True\) cannot be fused; set amsgrad=False",
+        r"^Adam\(amsgrad=True\) cannot be fused; set amsgrad=False",
     ),
     "SGD with dampening and momentum": (
         optimizer(partial(torch.optim.SGD, momentum=0.9, dampening=0.5)),
-        r"SGD\(dampening != 0\) cannot be fused; set dampening=0",
+        r"^SGD\(dampening != 0\) cannot be fused; set dampening=0",
     ),
     "optimizer without a rule": (
         optimizer(torch.optim.Adamax),
         r"torch\.optim\.adamax\.Adamax has no fused update rule\. Use one of .*AdamW.*SGD",
     ),
+    "subclass of an optimizer with a rule": (
+        optimizer(OwnAdamW),
+        r"OwnAdamW is a subclass of AdamW, which may step in another way.* Use AdamW itself",
+    ),
+    "a checkpoint folder on one device": folder_on_one_device,
     "float16 or complex parameters": (
         lambda: train(Module(partial(narrow_weight, torch.float16))),
         r"net\.extra is float16; fused updates need float32, bfloat16 or float64",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -154,6 +156,16 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         """What a checkpoint holds of it; of a state that was cleared since the last step, what the next begins with."""
         self.updater.filled_states(optimizer)
         return super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, written by any number of devices.
+
+        Raises:
+            UnsupportedError: It is a folder.
+        """
+        if Path(checkpoint_path).is_dir():
+            raise refusal("a checkpoint folder on one device", str(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def teardown(self) -> None:
         """Release the graphs' memory and go back to the default stream."""

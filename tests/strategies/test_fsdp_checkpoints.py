@@ -103,6 +103,16 @@ def test_to_and_from_one_device(ranks: dict[int, Ranks], optimizer: str, tmp_pat
     assert_same_states(saved, ranks[2](train, make, strategy, ckpt_path=there, **FIVE)[0])
 
 
+def test_a_folder_becomes_a_file_for_one_device(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """The way that the refusal of a folder by `forge` names."""
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    saved = ranks[2](train, wide("gefen"), save=folder, **FIVE)[0]
+    with pytest.raises(memopt.UnsupportedError, match=r"folder\.ckpt: a folder .*save_distributed_checkpoint=False"):
+        train_forge(wide("gefen"), ckpt_path=folder, **FIVE)
+    ranks[1](train, wide("gefen"), FORMATS["file"], ckpt_path=folder, save=file, **FIVE)
+    assert_same_states(saved, train_forge(wide("gefen"), ckpt_path=file, **FIVE))
+
+
 def test_whole_moments_become_codes(ranks: dict[int, Ranks], tmp_path: Path) -> None:
     """AdamW's checkpoint continues under AdamW8bit and Gefen; codes are not taken for moments."""
     two, path = ranks[2], tmp_path / "a.ckpt"
