@@ -112,9 +112,10 @@ CASES = (
         "gradients to treat otherwise. Call it (gradient_clip_val=0.0 clips nothing), or remove the override.",
     ),
     Case(
-        "on_after_backward, on_before_optimizer_step",
+        "on_after_backward, on_before_optimizer_step, on_before_zero_grad",
         "warned",
-        "the hooks run, but find no gradients to read or change; clip through the Trainer",
+        "the hooks run, but find no gradients to read or change; clip by Trainer(gradient_clip_val=...), log norms by "
+        "lightning_memopt.callbacks.GradNorm",
     ),
     Case(
         "optimizer_zero_grad or optimizer_step overridden",
