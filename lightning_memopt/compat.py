@@ -341,6 +341,19 @@ CASES = (
         strategies=_SHARDED,
     ),
     Case(
+        "callbacks StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging",
+        "exact",
+        "averages are of the same weights",
+        strategies=_SINGLE,
+    ),
+    Case(
+        "weight averaging callbacks, sharded",
+        "refused",
+        "Lightning's averages are copies of the whole module, which sharded weights do not go into. Use "
+        "strategy='forge' on one device, or leave the callback out.",
+        strategies=_SHARDED,
+    ),
+    Case(
         "CPU offload",
         "refused",
         "the update runs on the device, where states and weights must be. Leave out offload_policy.",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -137,6 +138,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         assert module is not None
         self.accelerator.setup(trainer)
         self._check_precision()
+        self._check_callbacks(trainer)
         if not sharding.is_sharded(module):
             # A step runs as the module's forward pass, so that the whole of it may use the root's weights. In manual
             # optimization it holds backward passes too; there each child is a root, gathered when it is called.
@@ -182,6 +184,13 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
     def _check_precision(self) -> None:
         if isinstance(self.precision_plugin, DoublePrecision):
             raise refusal("precision 64-true, sharded", f"strategy '{self.strategy_name}'")
+
+    def _check_callbacks(self, trainer: pl.Trainer) -> None:
+        """Refuse averages of the weights: Lightning's copy of the module was made of it before it was sharded."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+            if averages and trainer.state.fn == TrainerFn.FITTING:
+                raise refusal("weight averaging callbacks, sharded", type(callback).__name__)
 
     def _prepare_optimizers(self) -> None:
         """Hand the optimizers the sharded parameters, and the updater what it must know of them."""
