@@ -174,6 +174,12 @@ CASES = (
         "exact",
         "they choose torch's kernels, which are not used; said once",
     ),
+    Case(
+        "optimizer options rounding, seed",
+        "warned",
+        "the strategy's options of these names hold",
+        "AdamW8bit, Gefen",
+    ),
     Case("optimizer option maximize", "exact", "the gradient's sign is turned in the kernel"),
     Case("optimizer options amsgrad, capturable, differentiable", "refused", "the message names the option"),
     Case("SGD with dampening and momentum", "refused", "the message names the option", "SGD"),

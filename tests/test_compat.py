@@ -265,15 +265,35 @@ def test_options_without_effect_are_said(option: str, monkeypatch: pytest.Monkey
     assert f"AdamW({option}=True) has no effect: the update is fused." in said
 
 
+@pytest.mark.parametrize("make", [memopt.AdamW8bit, memopt.Gefen])
+def test_overruled_options_are_said(make: Any) -> None:
+    """The strategy's rounding and seed hold; other ones of the optimizer are warned of, equal ones are not."""
+    options = {"rounding": "nearest", "seed": 3}
+    with pytest.warns(UserWarning, match="has no effect: .* of strategy 'forge' holds") as said:
+        optimizer(partial(make, **options))()
+    for option in (r"rounding='nearest'", "seed=3"):
+        assert sum(option in str(warning.message) for warning in said) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no effect")
+        train(Module(Linear, partial(make, **options), square_loss), memopt.ForgeStrategy(**options))
+        train(Module(Linear, make, square_loss), memopt.ForgeStrategy(**options))
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [{"rounding": "up"}, {"kernel": "fast"}, {"nonfinite": "ignore"}, {"state_dtype": "bfloat16"}],
+    [
+        {"cuda_graph": "yes"},
+        {"rounding": "up"},
+        {"kernel": "fast"},
+        {"nonfinite": "ignore"},
+        {"state_dtype": "bfloat16"},
+    ],
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_unknown_choices(arguments: dict[str, Any]) -> None:
     """A misspelt choice is named together with the valid ones."""
     ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of '"):
+    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of "):
         memopt.ForgeStrategy(**arguments)
 
 
