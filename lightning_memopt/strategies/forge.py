@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.compat import refusal
 from lightning_memopt.kernels import Kernel, Rounding
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
 from lightning_memopt.strategies.step_graph import StepGraphs
 
 
@@ -64,6 +64,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             checkpoint=checkpoint,
             device="cpu",
         )
+        check_choice("cuda_graph", cuda_graph, (False, True, "auto"))
         self.cuda_graph = cuda_graph
         self._parallel_devices: list[torch.device] = []
         self._graphs: StepGraphs | None = None

@@ -88,8 +88,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
-        if route not in ("auto", "exchange", "reduce"):
-            raise ValueError(f"route={route!r} is not one of 'auto', 'exchange', 'reduce'.")
+        check_choice("route", route, ("auto", "exchange", "reduce"))
         super().__init__(
             rounding=rounding,
             kernel=kernel,

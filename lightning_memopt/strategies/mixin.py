@@ -50,12 +50,12 @@ class ForgeMixin(Strategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _check_choice("rounding", rounding, ("stochastic", "nearest"))
-        _check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
-        _check_choice("nonfinite", nonfinite, ("raise", "skip"))
-        _check_choice("state_dtype", state_dtype, ("param", "float32"))
+        check_choice("rounding", rounding, ("stochastic", "nearest"))
+        check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        check_choice("state_dtype", state_dtype, ("param", "float32"))
         self.updater = self.updater_class(rounding, kernel, nonfinite, state_dtype, seed)
-        self.checkpoint = tuple(checkpoint)
+        self.checkpoint = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
         self._checkpointed: list[tuple[torch.nn.Module, Any]] = []
         self._fused_optimizers: set[int] = set()
         self._clips_itself = False
@@ -354,6 +354,11 @@ def make_clip(clip_val: float, algorithm: str | None) -> Clip:
     return Clip(norm=float(clip_val))
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise for a value that is none of the choices.
+
+    Raises:
+        ValueError: As said.
+    """
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
