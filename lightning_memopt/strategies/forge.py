@@ -19,6 +19,7 @@ from lightning_memopt.backward import NonFinite
 from lightning_memopt.compat import refusal
 from lightning_memopt.kernels import Kernel, Rounding
 from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
+from lightning_memopt.strategies.outline import outline
 from lightning_memopt.strategies.step_graph import StepGraphs
 
 
@@ -100,8 +101,9 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         if graphs:
             torch.cuda.set_stream(torch.cuda.Stream(self.root_device))
         super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        rank_zero_info(outline(self.lightning_module, self.updater.slots, self.updater.fused_layers))
         if graphs:
-            assert self.lightning_module is not None
             self._graphs = StepGraphs(self.updater, self.lightning_module, strict=self.cuda_graph is True)
 
     def _no_graph(self, trainer: pl.Trainer) -> str | None:
