@@ -73,6 +73,13 @@ CASES = (
         "the checkpoint's optimizer state lacks this option, so another optimizer saved it. Resume with that one, or "
         "load the weights only.",
     ),
+    Case(
+        "a checkpoint folder on one device",
+        "refused",
+        "a folder as strategy 'forge_fsdp' writes them. Resume with strategy='forge_fsdp' and devices=1; with its "
+        "save_distributed_checkpoint=False checkpoints become files, which strategy='forge' reads.",
+        strategies=_SINGLE,
+    ),
     Case("layer applied to a parameter", "exact", "its input is copied, as it may be updated first"),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
     Case(
@@ -105,9 +112,10 @@ CASES = (
         "gradients to treat otherwise. Call it (gradient_clip_val=0.0 clips nothing), or remove the override.",
     ),
     Case(
-        "on_after_backward, on_before_optimizer_step",
+        "on_after_backward, on_before_optimizer_step, on_before_zero_grad",
         "warned",
-        "the hooks run, but find no gradients to read or change; clip through the Trainer",
+        "the hooks run, but find no gradients to read or change; clip by Trainer(gradient_clip_val=...), log norms by "
+        "lightning_memopt.callbacks.GradNorm",
     ),
     Case(
         "optimizer_zero_grad or optimizer_step overridden",
@@ -166,6 +174,12 @@ CASES = (
         "exact",
         "they choose torch's kernels, which are not used; said once",
     ),
+    Case(
+        "optimizer options rounding, seed",
+        "warned",
+        "the strategy's options of these names hold",
+        "AdamW8bit, Gefen",
+    ),
     Case("optimizer option maximize", "exact", "the gradient's sign is turned in the kernel"),
     Case("optimizer options amsgrad, capturable, differentiable", "refused", "the message names the option"),
     Case("SGD with dampening and momentum", "refused", "the message names the option", "SGD"),
@@ -193,6 +207,12 @@ CASES = (
         strategies=_SHARDED,
     ),
     Case("optimizer without a rule", "refused", "the message lists the optimizers that have one", "unknown"),
+    Case(
+        "subclass of an optimizer with a rule",
+        "refused",
+        "it may step in another way; the message names the class to use instead",
+        "unknown",
+    ),
     Case("float16 or complex parameters", "refused", "the message names the parameter"),
     Case("sparse embedding gradients", "refused", "build nn.Embedding and nn.EmbeddingBag with sparse=False."),
     Case(
@@ -324,6 +344,19 @@ CASES = (
         "precision 64-true, sharded",
         "refused",
         "float64 is not exchanged between devices. Use precision='32-true', 'bf16-true' or 'bf16-mixed'.",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "callbacks StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging",
+        "exact",
+        "averages are of the same weights",
+        strategies=_SINGLE,
+    ),
+    Case(
+        "weight averaging callbacks, sharded",
+        "refused",
+        "Lightning's averages are copies of the whole module, which sharded weights do not go into. Use "
+        "strategy='forge' on one device, or leave the callback out.",
         strategies=_SHARDED,
     ),
     Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,16 @@ def other_optimizer() -> None:
         fit(Module(Linear, sgd, square_loss), "forge", vectors(), max_steps=2, ckpt_path=path)
 
 
+def folder_on_one_device() -> None:
+    """What a sharded run writes, resumed with one device's strategy."""
+    with tempfile.TemporaryDirectory() as folder:
+        fit(Module(Linear, loss=square_loss), "forge", vectors(), max_steps=2, ckpt_path=folder)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass, which might step otherwise."""
+
+
 def two_owners() -> None:
     """Two optimizers with the same parameters."""
 
@@ -152,16 +163,21 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "several devices": lambda: train(devices=2),
     "optimizer options amsgrad, capturable, differentiable": (
         optimizer(partial(torch.optim.Adam, amsgrad=True)),
-        r"Adam\(amsgrad=True\) cannot be fused; set amsgrad=False",
+        r"^Adam\(amsgrad=True\) cannot be fused; set amsgrad=False",
     ),
     "SGD with dampening and momentum": (
         optimizer(partial(torch.optim.SGD, momentum=0.9, dampening=0.5)),
-        r"SGD\(dampening != 0\) cannot be fused; set dampening=0",
+        r"^SGD\(dampening != 0\) cannot be fused; set dampening=0",
     ),
     "optimizer without a rule": (
         optimizer(torch.optim.Adamax),
         r"torch\.optim\.adamax\.Adamax has no fused update rule\. Use one of .*AdamW.*SGD",
     ),
+    "subclass of an optimizer with a rule": (
+        optimizer(OwnAdamW),
+        r"OwnAdamW is a subclass of AdamW, which may step in another way.* Use AdamW itself",
+    ),
+    "a checkpoint folder on one device": folder_on_one_device,
     "float16 or complex parameters": (
         lambda: train(Module(partial(narrow_weight, torch.float16))),
         r"net\.extra is float16; fused updates need float32, bfloat16 or float64",
@@ -249,15 +265,35 @@ def test_options_without_effect_are_said(option: str, monkeypatch: pytest.Monkey
     assert f"AdamW({option}=True) has no effect: the update is fused." in said
 
 
+@pytest.mark.parametrize("make", [memopt.AdamW8bit, memopt.Gefen])
+def test_overruled_options_are_said(make: Any) -> None:
+    """The strategy's rounding and seed hold; other ones of the optimizer are warned of, equal ones are not."""
+    options = {"rounding": "nearest", "seed": 3}
+    with pytest.warns(UserWarning, match="has no effect: .* of strategy 'forge' holds") as said:
+        optimizer(partial(make, **options))()
+    for option in (r"rounding='nearest'", "seed=3"):
+        assert sum(option in str(warning.message) for warning in said) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no effect")
+        train(Module(Linear, partial(make, **options), square_loss), memopt.ForgeStrategy(**options))
+        train(Module(Linear, make, square_loss), memopt.ForgeStrategy(**options))
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [{"rounding": "up"}, {"kernel": "fast"}, {"nonfinite": "ignore"}, {"state_dtype": "bfloat16"}],
+    [
+        {"cuda_graph": "yes"},
+        {"rounding": "up"},
+        {"kernel": "fast"},
+        {"nonfinite": "ignore"},
+        {"state_dtype": "bfloat16"},
+    ],
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_unknown_choices(arguments: dict[str, Any]) -> None:
     """A misspelt choice is named together with the valid ones."""
     ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of '"):
+    with pytest.raises(ValueError, match=rf"{name}='{value}' is not one of "):
         memopt.ForgeStrategy(**arguments)
 
 

@@ -275,6 +275,11 @@ class SlotKeeper:
 
     # ---------------------------------------------------------------- questions
 
+    @property
+    def fused_layers(self) -> Sequence[nn.Module]:
+        """The linear and embedding layers whose forward pass was replaced."""
+        return self._modules
+
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.optimizer is optimizer]
 

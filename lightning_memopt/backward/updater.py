@@ -108,7 +108,10 @@ class Updater(SlotUpdater):
             deferred: Hold every update back until `finish`; implied by norm clipping.
         """
         if self._stepping is not None:
-            raise UpdateError("a fused step is already open; close it before opening another one.")
+            raise UpdateError(
+                "a fused step is already open; close it before opening another one. For one backward pass that updates "
+                "all parameters, make them parameter groups of one optimizer."
+            )
         self.reports.poll()
         self._ready_for(optimizer)
         self._stepping, self._step = optimizer, step

@@ -201,8 +201,9 @@ class SMET(pl.Callback):
         if not each:
             linear = ", ".join(name for name, m in module.named_modules() if isinstance(m, torch.nn.Linear)) or "none"
             raise UnsupportedError(
-                f"SMET: no layer to make sparse. The model's linear layers are: {linear}. By default the last one, the "
-                "output head, stays dense; name the layers you mean in `include`."
+                f"SMET: no layer to make sparse: only nn.Linear can be, no other class (GPT-2's Conv1D, say). The "
+                f"model's linear layers are: {linear}. By default the last one, the output head, stays dense; name the "
+                "layers you mean in `include`."
             )
         return {id(found[name].weight): (name, density) for name, density in each.items()}
 

@@ -29,7 +29,8 @@ class AdamW8bit(CheckedOptimizer):
         eps: Added to the root of the corrected second moment.
         weight_decay: Decoupled weight decay.
         rounding: "nearest" rounds bf16 weights to nearest instead. Codes of ``exp_avg_sq`` are not: they would stall.
-        seed: Seed of stochastic rounding.
+            Under a fused strategy its option of this name holds instead.
+        seed: Seed of stochastic rounding; the same goes for it.
 
     Raises:
         ValueError: An argument out of range.

@@ -45,6 +45,13 @@ def rule_for(optimizer: Optimizer) -> Rule:
     """
     rule = RULES.get(type(optimizer))
     if rule is None:
+        base = next((cls.__name__ for cls in type(optimizer).__mro__ if cls in RULES), None)
+        if base is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is a subclass of {base}, which may step "
+                f"in another way, so the fused update of {base} does not stand for it. Use {base} itself, or another "
+                "strategy (for example strategy='auto')."
+            )
         known = ", ".join(sorted(cls.__name__ for cls in RULES))
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no fused update rule. "

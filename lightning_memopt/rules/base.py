@@ -70,9 +70,7 @@ class Rule:
         """
         for option, remedy in self.refused.items():
             if group.get(option):
-                raise UnsupportedError(
-                    f"{type(self).__name__}: {self.optimizer.__name__}({option}=True) cannot be fused; {remedy}."
-                )
+                raise UnsupportedError(f"{self.optimizer.__name__}({option}=True) cannot be fused; {remedy}.")
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Called before every step of `optimizer`; may replace the tensors of its states where they are `unsettled`."""

@@ -23,7 +23,7 @@ class SGDRule(Rule):
         """Also refuse dampening: torch leaves it out of a buffer's first step only, which a zero buffer cannot tell."""
         super().check(group)
         if group["momentum"] and group["dampening"]:
-            raise UnsupportedError("SGDRule: SGD(dampening != 0) cannot be fused; set dampening=0.")
+            raise UnsupportedError("SGD(dampening != 0) cannot be fused; set dampening=0.")
 
     def moments(self, group: Group) -> tuple[str, ...]:
         """The momentum buffer, if there is one. Zero at set-up, which gives torch's first step exactly."""

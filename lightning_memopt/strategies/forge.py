@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -16,7 +18,8 @@ from torch.optim import Optimizer
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.compat import refusal
 from lightning_memopt.kernels import Kernel, Rounding
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
+from lightning_memopt.strategies.outline import outline
 from lightning_memopt.strategies.step_graph import StepGraphs
 
 
@@ -62,6 +65,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             checkpoint=checkpoint,
             device="cpu",
         )
+        check_choice("cuda_graph", cuda_graph, (False, True, "auto"))
         self.cuda_graph = cuda_graph
         self._parallel_devices: list[torch.device] = []
         self._graphs: StepGraphs | None = None
@@ -97,8 +101,9 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         if graphs:
             torch.cuda.set_stream(torch.cuda.Stream(self.root_device))
         super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        rank_zero_info(outline(self.lightning_module, self.updater.slots, self.updater.fused_layers))
         if graphs:
-            assert self.lightning_module is not None
             self._graphs = StepGraphs(self.updater, self.lightning_module, strict=self.cuda_graph is True)
 
     def _no_graph(self, trainer: pl.Trainer) -> str | None:
@@ -154,6 +159,16 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         """What a checkpoint holds of it; of a state that was cleared since the last step, what the next begins with."""
         self.updater.filled_states(optimizer)
         return super().optimizer_state(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, written by any number of devices.
+
+        Raises:
+            UnsupportedError: It is a folder.
+        """
+        if Path(checkpoint_path).is_dir():
+            raise refusal("a checkpoint folder on one device", str(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def teardown(self) -> None:
         """Release the graphs' memory and go back to the default stream."""

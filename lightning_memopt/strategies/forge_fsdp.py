@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -33,10 +34,10 @@ from lightning_memopt.kernels.update import Beside
 from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
 from lightning_memopt.strategies.gathering import by_copies, gather_by_collectives, gather_by_copies
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
 
 
-class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
+class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
     """Train on many devices with parameters, gradients and states sharded, each update fused into the backward pass.
 
     The module needs no ``configure_model``: the strategy shards it by blocks. A module that shards itself there is left
@@ -87,8 +88,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         process_group_backend: str | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
-        if route not in ("auto", "exchange", "reduce"):
-            raise ValueError(f"route={route!r} is not one of 'auto', 'exchange', 'reduce'.")
+        check_choice("route", route, ("auto", "exchange", "reduce"))
         super().__init__(
             rounding=rounding,
             kernel=kernel,
@@ -137,6 +137,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
         assert module is not None
         self.accelerator.setup(trainer)
         self._check_precision()
+        self._check_callbacks(trainer)
         if not sharding.is_sharded(module):
             # A step runs as the module's forward pass, so that the whole of it may use the root's weights. In manual
             # optimization it holds backward passes too; there each child is a root, gathered when it is called.
@@ -182,6 +183,13 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteFolders):
     def _check_precision(self) -> None:
         if isinstance(self.precision_plugin, DoublePrecision):
             raise refusal("precision 64-true, sharded", f"strategy '{self.strategy_name}'")
+
+    def _check_callbacks(self, trainer: pl.Trainer) -> None:
+        """Refuse averages of the weights: Lightning's copy of the module was made of it before it was sharded."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+            if averages and trainer.state.fn == TrainerFn.FITTING:
+                raise refusal("weight averaging callbacks, sharded", type(callback).__name__)
 
     def _prepare_optimizers(self) -> None:
         """Hand the optimizers the sharded parameters, and the updater what it must know of them."""

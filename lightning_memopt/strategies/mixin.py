@@ -50,12 +50,12 @@ class ForgeMixin(Strategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _check_choice("rounding", rounding, ("stochastic", "nearest"))
-        _check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
-        _check_choice("nonfinite", nonfinite, ("raise", "skip"))
-        _check_choice("state_dtype", state_dtype, ("param", "float32"))
+        check_choice("rounding", rounding, ("stochastic", "nearest"))
+        check_choice("kernel", kernel, ("auto", "reference", "two_pass", "fused"))
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        check_choice("state_dtype", state_dtype, ("param", "float32"))
         self.updater = self.updater_class(rounding, kernel, nonfinite, state_dtype, seed)
-        self.checkpoint = tuple(checkpoint)
+        self.checkpoint = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
         self._checkpointed: list[tuple[torch.nn.Module, Any]] = []
         self._fused_optimizers: set[int] = set()
         self._clips_itself = False
@@ -104,17 +104,33 @@ class ForgeMixin(Strategy):
                 submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
             ):
                 raise refusal("sparse embedding gradients", name)
-        for hook in ("on_after_backward", "on_before_optimizer_step"):
+        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
             holders = [module, *trainer.callbacks]  # type: ignore[attr-defined]
             names = [type(h).__name__ for h in holders if _is_users_own(h, hook)]
             if names and module.automatic_optimization:
                 rank_zero_warn(
-                    f"{', '.join(names)}: {hook} finds no gradients; they are consumed in the backward pass."
+                    f"{', '.join(names)}: {hook} finds no gradients; they are consumed in the backward pass. "
+                    "To clip them, pass Trainer(gradient_clip_val=...); to log their norms, add the callback "
+                    "lightning_memopt.callbacks.GradNorm."
                 )
         for optimizer in self.optimizers:
             for option in ("foreach", "fused"):
                 if any(group.get(option) for group in optimizer.param_groups):
                     rank_zero_info(f"{type(optimizer).__name__}({option}=True) has no effect: the update is fused.")
+            self._warn_of_overruled_options(optimizer)
+
+    def _warn_of_overruled_options(self, optimizer: Optimizer) -> None:
+        """Say which options of this package's optimizers the strategy's own overrule.
+
+        What the user left at its default cannot be told from what was passed, so only other values are meant.
+        """
+        for option, default in (("rounding", "stochastic"), ("seed", 0)):
+            ours = getattr(self.updater, option)
+            for value in {group.get(option, default) for group in optimizer.param_groups} - {default, ours}:
+                rank_zero_warn(
+                    f"{type(optimizer).__name__}({option}={value!r}) has no effect: {option}={ours!r} of strategy "
+                    f"'{self.strategy_name}' holds. Set it there."
+                )
 
     def _guard(self) -> None:
         """Replace what would act on gradients that are not there: clipping and zeroing.
@@ -338,6 +354,11 @@ def make_clip(clip_val: float, algorithm: str | None) -> Clip:
     return Clip(norm=float(clip_val))
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise for a value that is none of the choices.
+
+    Raises:
+        ValueError: As said.
+    """
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")

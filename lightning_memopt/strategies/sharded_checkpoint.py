@@ -1,8 +1,8 @@
-"""Checkpoints of sharded runs: folders that are complete or not there, and states that fit any number of ranks.
+"""Checkpoints of sharded runs: complete or not there, with states that fit any number of ranks.
 
-A folder is written under another name and renamed when all ranks are through, so a run that is killed leaves the last
-complete one. Optimizer states are read in the shapes and precisions in which they were saved, each rank its rows, and
-only then turned into what the run's own optimizer keeps; torch's loading would cast and expect equal shapes.
+A folder or file is written under another name and renamed when all ranks are through, so a run that is killed leaves
+the last complete one. Optimizer states are read in the shapes and precisions in which they were saved, each rank its
+rows, and only then turned into what the run's own optimizer keeps; torch's loading would cast and expect equal shapes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _load_checkpoint
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -39,38 +40,52 @@ CLOSING = ("meta.pt", ".metadata")
 WHOLE = ("codebook", SCALE)
 
 
-class CompleteFolders(ModelParallelStrategy):
-    """Lightning's strategy, whose checkpoint folders get their name only once they are complete."""
+class CompleteCheckpoints(ModelParallelStrategy):
+    """Lightning's strategy, whose checkpoints get their name only once they are complete."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save as a single file, or as a folder that replaces the one of that name at the end."""
+        """Save a single file or a folder, which at the end replaces the checkpoint of that name, of either form.
+
+        Raises:
+            IsADirectoryError: There is a folder of that name with something else in it.
+        """
         path = Path(self.broadcast(filepath))
-        if not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, path, storage_options)
+        if path.is_dir() and any(path.iterdir()) and not any((path / name).is_file() for name in CLOSING):
+            raise IsADirectoryError(f"{path} is a folder, but not of a checkpoint; it is left as it is.")
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and not self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, path, storage_options)  # written later, so it cannot be renamed here
             return
         partial = path.with_name(path.name + ".partial")
         if self.global_rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / INCOMPLETE).touch()
+            _remove(partial)
+            if self._save_distributed_checkpoint:
+                partial.mkdir(parents=True)
+                (partial / INCOMPLETE).touch()
         self.barrier()
         super().save_checkpoint(checkpoint, partial, storage_options)
         self.barrier()
         if self.global_rank == 0:
-            (partial / INCOMPLETE).unlink()
+            if self._save_distributed_checkpoint:
+                (partial / INCOMPLETE).unlink()
             _replace(path, partial)
         self.barrier()
 
 
 def _replace(path: Path, new: Path) -> None:
+    """Rename `new` to `path`: a file over a file at once, else what was there is kept until then under another name."""
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_file():
-        path.unlink()
-    elif path.exists():
+    if path.is_dir() or (path.exists() and new.is_dir()):
+        _remove(old)
         path.rename(old)
-    new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    new.replace(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def refuse_incomplete(path: Path) -> None:

@@ -549,6 +549,13 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
         train(smet(**options), steps=1)
 
 
+def test_a_model_without_linear_layers_hears_which_can_be_sparse() -> None:
+    """GPT-2's layers, for one, are of another class."""
+    convolution = Module(partial(nn.Conv1d, 8, 8, 1), loss=lambda net, batch: net(batch[0][..., None]).sum())
+    with pytest.raises(memopt.UnsupportedError, match=r"only nn\.Linear can be.*linear layers are: none"):
+        train(smet(), convolution, steps=1, data=vectors())
+
+
 def test_captured_steps_are_refused() -> None:
     """A graph would replay the masks of its capture."""
     with pytest.raises(memopt.UnsupportedError, match=row("cuda_graph with SMET")):

@@ -74,6 +74,12 @@ def test_a_pattern_without_a_match_is_refused():
         harness.fit(harness.Module(), memopt.ForgeStrategy(checkpoint=["*.blocks.*"]))
 
 
+def test_a_single_pattern_needs_no_list():
+    strategy = memopt.ForgeStrategy(checkpoint="net.*")
+    assert strategy.checkpoint == ("net.*",)
+    harness.fit(harness.Module(), strategy, max_steps=1)
+
+
 def test_keyword_arguments_and_several_outputs_pass_through():
     class Pair(nn.Module):
         def forward(self, x, *, scale):

@@ -103,6 +103,16 @@ def test_to_and_from_one_device(ranks: dict[int, Ranks], optimizer: str, tmp_pat
     assert_same_states(saved, ranks[2](train, make, strategy, ckpt_path=there, **FIVE)[0])
 
 
+def test_a_folder_becomes_a_file_for_one_device(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """The way that the refusal of a folder by `forge` names."""
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    saved = ranks[2](train, wide("gefen"), save=folder, **FIVE)[0]
+    with pytest.raises(memopt.UnsupportedError, match=r"folder\.ckpt: a folder .*save_distributed_checkpoint=False"):
+        train_forge(wide("gefen"), ckpt_path=folder, **FIVE)
+    ranks[1](train, wide("gefen"), FORMATS["file"], ckpt_path=folder, save=file, **FIVE)
+    assert_same_states(saved, train_forge(wide("gefen"), ckpt_path=file, **FIVE))
+
+
 def test_whole_moments_become_codes(ranks: dict[int, Ranks], tmp_path: Path) -> None:
     """AdamW's checkpoint continues under AdamW8bit and Gefen; codes are not taken for moments."""
     two, path = ranks[2], tmp_path / "a.ckpt"
@@ -139,7 +149,9 @@ class Dies(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             trainer.save_checkpoint(self.path)
-        if batch_idx == 4 and self.when == "save":
+        if batch_idx == 4 and self.when.startswith("save"):
+            if self.when == "save as a file":
+                trainer.strategy._save_distributed_checkpoint = False
             if trainer.global_rank == 1:
                 trainer.strategy.barrier = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             trainer.save_checkpoint(self.path)
@@ -147,7 +159,7 @@ class Dies(pl.Callback):
             module.net.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@pytest.mark.parametrize("when", ["save", "backward"])
+@pytest.mark.parametrize("when", ["save", "save as a file", "backward"])
 def test_killed_rank_leaves_the_last_complete_checkpoint(ranks: dict[int, Ranks], when: str, tmp_path: Path) -> None:
     """The other rank ends with an error, and the folder is the one of three steps, whole."""
     path = tmp_path / "last.ckpt"
@@ -167,6 +179,19 @@ def test_killed_rank_leaves_the_last_complete_checkpoint(ranks: dict[int, Ranks]
         assert partly.is_dir()
         (error,) = ranks[1].attempt(train, partial(Module, net=Deep), ckpt_path=partly)
         assert isinstance(error, memopt.UnsupportedError) and "not a complete checkpoint" in str(error)
+
+
+def test_a_checkpoint_replaces_one_of_the_other_form(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """A file over a folder and back, of the same name, and nothing beside it; other folders are left alone."""
+    two, make, path = ranks[2], partial(Module, net=Deep), tmp_path / "last.ckpt"
+    for form in ("folder", "file", "file", "folder", "folder"):
+        saved = two(train, make, FORMATS[form], save=path, **FIVE)[0]
+        assert path.is_dir() == (form == "folder") and [*tmp_path.iterdir()] == [path]
+        assert_same_states(saved, two(train, make, ckpt_path=path, **FIVE)[0])
+    for strategy in FORMATS.values():
+        for error in two.attempt(train, make, strategy, save=tmp_path, **FIVE):
+            assert isinstance(error, IsADirectoryError) and "not of a checkpoint" in str(error)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_incomplete_folders_are_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Module
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from sharded import Deep, Ranks, Straight, furthest, train
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -212,6 +213,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any] | str, dict[str, Any]]] = {
     "weight shared between sharded blocks": (partial(Module, net=SharedWithRoot), {}, {}),
     "precision 64-true, sharded": (DEEP, "forge_fsdp", {"precision": "64-true"}),
     "precision 16-true": (DEEP, {}, {"precision": "16-true"}),
+    "weight averaging callbacks, sharded": (DEEP, {}, {"callbacks": [WeightAveraging()]}),
     "CPU offload": (partial(Offloads, net=Deep), {}, {}),
     "parameters of the LightningModule itself in manual optimization": (partial(OwnParameter, net=Deep), {}, {}),
 }
@@ -225,6 +227,14 @@ def test_refused(two: Ranks, feature: str) -> None:
     for error in two.attempt(train, make, strategy, **options):
         assert message in str(error)
         assert isinstance(error, memopt.UnsupportedError)
+
+
+def test_stochastic_averages_are_refused(one: Ranks) -> None:
+    """As those of the row's other callbacks."""
+    (error,) = one.attempt(train, DEEP, callbacks=[StochasticWeightAveraging(0.1)])
+    assert isinstance(error, memopt.UnsupportedError) and "StochasticWeightAveraging: Lightning's averages" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ AGAIN = "received another gradient after its update"
     [
         (Forgotten, memopt.UnsupportedError, "Forgotten: .*with memopt.fused_step"),
         (SecondContext, memopt.UnsupportedError, "call optimizer.step.. after each"),
-        (NestedContext, memopt.UpdateError, "a fused step is already open"),
+        (NestedContext, memopt.UpdateError, "already open; .* parameter groups of one optimizer"),
         (ClippedTooLate, memopt.UnsupportedError, LATE),
         (NormClippedTooLate, memopt.UnsupportedError, LATE),
         (TwoBackwards, memopt.UpdateError, AGAIN),

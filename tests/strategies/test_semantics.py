@@ -395,6 +395,26 @@ class FiltersGradients(Module):
                 p.grad.clamp_(-0.01, 0.01)
 
 
+class LooksAtGradients(Module):
+    """Reads gradients before they are dropped."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+class CallbackLooks(pl.Callback):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("callbacks", [[], [CallbackLooks()]], ids=["module", "callback"])
+def test_hooks_without_gradients_hear_what_works(callbacks: list[Any]) -> None:
+    """The warning names the two ways to what such hooks are for."""
+    who = "CallbackLooks" if callbacks else "LooksAtGradients"
+    with pytest.warns(match=rf"{who}: on_before_zero_grad finds no .*gradient_clip_val=.*callbacks\.GradNorm"):
+        fit(Module() if callbacks else LooksAtGradients(), callbacks=callbacks, max_steps=1)
+
+
 @pytest.mark.parametrize("module", [ScalesGradients, FiltersGradients])
 def test_hooks_that_change_gradients(module: Callable[[], pl.LightningModule]) -> None:
     """A module's hook that treats gradients, which are not there, is refused or warned of by its name."""
