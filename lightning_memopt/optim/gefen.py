@@ -47,7 +47,8 @@ class Gefen(CheckedOptimizer):
             all state stays within 1.1 bytes per parameter.
         codebook: What is learned of the code: a "curve" of one parameter for each weight, which kernels compute; or
             the best "table" of 255 values for all weights, which runs in plain torch.
-        rounding: "nearest" rounds bf16 weights to nearest instead. Under a fused strategy its option of this name holds.
+        rounding: "nearest" rounds bf16 weights to nearest instead. Under a fused strategy its option of this name
+            holds.
         seed: Seed of stochastic rounding; the same goes for it.
 
     Raises:
