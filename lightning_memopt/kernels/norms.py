@@ -60,10 +60,14 @@ def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
     for i, (dy, x) in enumerate(pairs):
         in_kernel = dtype == torch.float32 and _in_kernel(dy, x)
         ways.setdefault(dy.dtype if in_kernel else None, []).append(i)
-    norms: dict[int, Tensor] = {}
-    for way, places in ways.items():
-        some = [pairs[i] for i in places]
-        norms |= zip(places, (_stored(some, dtype) if way is None else _fused(some)).unbind(), strict=True)
+    formed = [
+        _stored([pairs[i] for i in places], dtype) if way is None else _fused([pairs[i] for i in places])
+        for way, places in ways.items()
+    ]
+    if len(formed) == 1:
+        return formed[0]
+    places = [i for some in ways.values() for i in some]
+    norms = dict(zip(places, torch.cat(formed).unbind(), strict=True))
     return torch.stack([norms[i] for i in range(len(pairs))])
 
 
