@@ -102,13 +102,8 @@ class _Slot:
         if not self.updater.keep and not earlier:
             return True
         if self.folded or pair is None or (earlier + 1) * sum(t.nbytes for t in pair) > most:
-            buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
-            if earlier and not self.folded:
-                self.updater.hold(gradient=buffer.nbytes)
-            elif self.updater.keep and not self.folded:
-                self.updater.live.relabel(buffer, "gradients")
-                self.updater.kept.append(buffer)
-            self.folded = True
+            if not self.folded:
+                self._fold()
             return True
         self.updater.hold(pair)
         if not self.updater.keep:
@@ -118,10 +113,25 @@ class _Slot:
         self.updater.kept.append(pair)
         return True
 
+    @property
+    def _gradient_bytes(self) -> int:
+        """Of the weight's gradient as sums of it are kept."""
+        return self.param.numel() * compute_dtype(self.param).itemsize
+
+    def _fold(self) -> None:
+        """Keep the gradient from now on; where there were micro-batches before, it has been there all along."""
+        self.folded = True
+        if self.updater.earlier:
+            self.updater.hold(gradient=self._gradient_bytes)
+            return
+        buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
+        self.updater.live.relabel(buffer, "gradients")
+        self.updater.kept.append(buffer)
+
     def _received(self, dy: Tensor, x: Tensor) -> tuple[Factors | None, int]:
         """The factors of this device's rows, if it has any, and the bytes from which on their gradient is kept."""
         if self.updater.exchanged is None:
-            return (dy, x), self.param.numel() * compute_dtype(self.param).itemsize
+            return (dy, x), self._gradient_bytes
         pair = self.updater.exchanged.receive(self.param, dy, x)
         return pair, self.param.numel() * self.param.element_size() // self.updater.exchanged.ranks
 
