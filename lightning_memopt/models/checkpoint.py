@@ -12,12 +12,10 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.models.causal_lm import CausalLM
 from lightning_memopt.models.hf import HFCausalLM
 from lightning_memopt.models.llama_module import LlamaModule
+from lightning_memopt.strategies.sharded_checkpoint import is_checkpoint
 
 # Only these are built from a checkpoint: importing whatever class a file names would run its author's code.
 MODULES: dict[str, type[CausalLM]] = {"LlamaModule": LlamaModule, "HFCausalLM": HFCausalLM}
-
-# What torch and Lightning write into the folder of a sharded checkpoint.
-SHARDED = (".metadata", "meta.pt")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         MemOptError: There is no such file, or it is not a checkpoint.
     """
     path = Path(path)
-    if any((path / name).is_file() for name in SHARDED):
+    if is_checkpoint(path):
         raise MemOptError(
             f"{path} is the folder of a sharded checkpoint; first make one file of it: "
             f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}"

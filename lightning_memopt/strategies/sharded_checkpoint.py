@@ -50,7 +50,7 @@ class CompleteCheckpoints(ModelParallelStrategy):
             IsADirectoryError: There is a folder of that name with something else in it.
         """
         path = Path(self.broadcast(filepath))
-        if path.is_dir() and any(path.iterdir()) and not any((path / name).is_file() for name in CLOSING):
+        if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
             raise IsADirectoryError(f"{path} is a folder, but not of a checkpoint; it is left as it is.")
         if isinstance(self.checkpoint_io, AsyncCheckpointIO) and not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)  # written later, so it cannot be renamed here
@@ -69,6 +69,11 @@ class CompleteCheckpoints(ModelParallelStrategy):
                 (partial / INCOMPLETE).unlink()
             _replace(path, partial)
         self.barrier()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is the folder of a sharded checkpoint."""
+    return any((folder / name).is_file() for name in CLOSING)
 
 
 def _replace(path: Path, new: Path) -> None:
