@@ -30,7 +30,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 WIDEST = 128
 
 _SLOW, _CURVE, _MEAN = tl.constexpr(codes.SLOW), tl.constexpr(codes.CURVE), tl.constexpr(codes.MEAN)
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK, _ALIGNED = tl.constexpr(BLOCK), tl.constexpr(tiles.ALIGNED)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
@@ -130,14 +130,12 @@ def store(
 
 @triton.jit
 def random_bits(key, start, offset, columns, WIDTH: tl.constexpr):
-    """`tiles.random_bits` of a tile: where runs begin at even elements, as nearly always, one hash for two of them."""
-    first = start + offset
-    if (offset | columns) & 1 == 0:
-        even = tiles.spread(tl.arange(0, WIDTH // 2) * 2) + key.to(tl.uint32)
-        random = tiles.mix(tiles.spread(first)[:, None] + even[None, :])
-        random = tl.reshape(tl.join(random, tiles.turned(random)), (first.shape[0], WIDTH))
+    """`tiles.random_bits` of a tile, with hashes shared where rows allow it, as nearly always."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if (offset | columns) & (_ALIGNED - 1) == 0:
+        random = tiles.random_bits_of_rows(key, start + offset, column)
     else:
-        random = tiles.random_bits(key, first[:, None] + tl.arange(0, WIDTH)[None, :])
+        random = tiles.random_bits(key, (start + offset)[:, None] + column)
     return random
 
 

@@ -29,10 +29,7 @@ _LEVELS = tl.constexpr(codec.SIGNED_LEVELS)
 _OCTAVE_LEVELS = tl.constexpr(codec.OCTAVE_LEVELS)
 _LEVEL_STEP, _LOWEST_LEVEL = tl.constexpr(codec.LEVEL_STEP), tl.constexpr(codec.LOWEST_LEVEL)
 _LOWEST, _BELOW_ONE = tl.constexpr(codec.LOWEST), tl.constexpr(codec.BELOW_ONE)
-# What `encode_positive` adds, modulo 2^32: minus the lowest level, and half of what random bits leave to be cut off.
-# Twelve times the lowest level is a multiple of 2^23, which keeps the bytes in the middle free for these.
-_OFFSET = tl.constexpr(2 * (codec.DITHER - codec.LOWEST * codec.OCTAVE_LEVELS) % (1 << 32))
-assert not _OFFSET.value & 0x00FFFF00
+_HALF_DITHER = tl.constexpr(codec.HALF_DITHER)
 _TINY, _HUGE = tl.constexpr(codec.TINY), tl.constexpr(codec.HUGE)
 LIMIT = gefen.GefenRule.limit
 _LEAST, _LIMIT = tl.constexpr(gefen.LEAST), tl.constexpr(LIMIT)
@@ -123,12 +120,12 @@ def encode_curve(x, scale, bend):
 
 
 @triton.jit
-def _dither(random):
-    """`_OFFSET`, which is zero in the middle, with the low 16 bits of `random` there, in one instruction."""
+def _low_bits_in_the_middle(random):
+    """The low 16 bits of `random`, 8 places up, in one instruction."""
     if _INTERPRETED:
-        return ((random & 0xFFFF) << 8) | _OFFSET
+        return (random & 0xFFFF) << 8
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7104;", "=r,r,r", [random, _OFFSET], dtype=tl.uint32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, 0, 0x4104;", "=r,r", [random], dtype=tl.uint32, is_pure=True, pack=1
     )
 
 
@@ -139,10 +136,12 @@ def encode_positive(x, scale, random):
     Args:
         random: 32 random bits, of which the low 16 are used.
     """
-    ratio = tl.maximum((x * _over(_BELOW_ONE, scale)).to(tl.int32, bitcast=True), _LOWEST).to(tl.uint32, bitcast=True)
+    # A subtraction and a maximum are one instruction; a constant in what follows would cost another.
+    ratio = (x * _over(_BELOW_ONE, scale)).to(tl.int32, bitcast=True) - (_LOWEST - _HALF_DITHER)
+    ratio = tl.maximum(ratio, _HALF_DITHER).to(tl.uint32, bitcast=True)
     # The distance from the lowest level in fixed point: twice that of `encode_positive` in the rules, so that the code
-    # is the highest byte, modulo 2^32.
-    return (ratio * (2 * _OCTAVE_LEVELS) + _dither(random) >> 24).to(tl.uint8)
+    # is the highest byte.
+    return (ratio * (2 * _OCTAVE_LEVELS) + _low_bits_in_the_middle(random) >> 24).to(tl.uint8)
 
 
 @triton.jit

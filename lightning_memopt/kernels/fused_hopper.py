@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lightning_memopt.kernels import blocks, codes
+from lightning_memopt.kernels import blocks, codes, tiles
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
 from lightning_memopt.kernels.hopper_matmul import TILE_COLUMNS, TILE_ROWS
 from lightning_memopt.kernels.hopper_shelf import STRIP, WARPS, weight_gradient_handed_over
@@ -90,8 +90,6 @@ def supports(update: Update, dy: Tensor, x: Tensor) -> bool:
     alone = len(moments) == len(update.storage) or not update.scalars["l2"]
     return (
         alone
-        # Neighbours share a hash, which the kernel takes to be those of an even column and the next.
-        and update.offset % 2 == 0
         and dy.dtype == x.dtype
         and dy.dtype in (torch.bfloat16, torch.float16)
         and len(x) > 0
@@ -166,6 +164,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         config.group,
     )
     constants = given.constants | {
+        "ALIGNED": (update.offset | columns) % tiles.ALIGNED == 0,
         "STAGES": config.stages,
         "SLOTS": config.slots,
         "BYTES": CHUNK * CHUNK * bytes_per_weight(update),

@@ -89,6 +89,7 @@ def _stream(
 def _consume(
     GROUP: gl.constexpr, shared,
     TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Every other tile of this program: its matmul while the other group updates, then its update."""
     dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn = shared[:9]
@@ -100,9 +101,10 @@ def _consume(
     if len(KINDS) > 0 and KINDS[0] == _CURVE:
         bend = tiles.next_scalar(row_ptr, SCALARS)
     plain = tiles.is_plain(common)
-    # The random bits depend on the row-major index in the full parameter, modulo 2^32.
     in_chunk = gl.arange(0, _CHUNK, gl.SliceLayout(1, _QUARTER))
-    starts = tiles.spread(in_chunk * columns + offset) + gl.load(key_ptr).to(gl.uint32)
+    # The random bits depend on the row-major index in the full parameter, modulo 2^32.
+    starts = in_chunk * columns + offset
+    key = gl.load(key_ptr)
     scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
     i = GROUP * steps
     e = GROUP * _CHUNKS
@@ -142,9 +144,9 @@ def _consume(
         mbarrier.wait(chunk_turn.index(GROUP), parity)
         if all_finite & plain:
             update_tile(
-                acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
+                acc, scales, sums, e, starts, key, existing, scale_at, shared_at, columns, row, column, ready, done,
                 chunk_turn.index(1 - GROUP), rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
-                TILE, KINDS, WIDTH, STOCHASTIC, True,
+                TILE, KINDS, WIDTH, STOCHASTIC, ALIGNED, True,
             )  # fmt: skip
         else:
             if not SHARED:
@@ -154,9 +156,9 @@ def _consume(
             if not SHARED and not all_finite:
                 gl.store(nonfinite_ptr, 1)
             update_tile(
-                acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done,
+                acc, scales, sums, e, starts, key, existing, scale_at, shared_at, columns, row, column, ready, done,
                 chunk_turn.index(1 - GROUP), rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
-                TILE, KINDS, WIDTH, STOCHASTIC, False,
+                TILE, KINDS, WIDTH, STOCHASTIC, ALIGNED, False,
             )  # fmt: skip
         e += 2 * _CHUNKS
         parity ^= 1
@@ -167,7 +169,7 @@ def weight_gradient_update(
     dy, x, w, m0, m1, m2, scale0, scale1, scale2, factor, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,
     TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr,
+    ALIGNED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x and take the step of rule `TILE` on weight and moments, in place.
 
@@ -182,6 +184,7 @@ def weight_gradient_update(
         group: Height of the bands in which tiles are taken.
         KINDS: Of each moment, as in `kernels.codes`.
         WIDTH: Length of the blocks that share a second moment: 64 or 128.
+        ALIGNED: Rows of the full parameter start at multiples of `tiles.ALIGNED`.
         BYTES: Of one chunk of weight and moments.
     """
     # The second moment is the only one that may be shared.
@@ -223,8 +226,8 @@ def weight_gradient_update(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
-            (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC)),
+            (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC, ALIGNED)),
+            (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC, ALIGNED)),
             (operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
             (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
         ],

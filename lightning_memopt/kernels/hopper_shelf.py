@@ -184,8 +184,8 @@ def _strip(x):
 
 @gluon.jit
 def _update_strip(
-    raw, slot, start, rings, scale_rings, common, own,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
+    raw, slot, start, key, rings, scale_rings, common, own,
+    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on a strip of weight and moments, in place in shared memory; see `hopper_step.step`."""
     held = (_chunk(rings[0].index(slot).load(_AS_STRIP)),)
@@ -197,8 +197,9 @@ def _update_strip(
         else:
             scales = scales + (start,)
     w, new, random = step(
-        raw, held, scales, start, start, start, 1.0, common, own, 0.0, TILE, KINDS, STOCHASTIC, PLAIN, _AS_CHUNK
-    )
+        raw, held, scales, start, start, start, key, 1.0, common, own, 0.0,
+        TILE, KINDS, STOCHASTIC, ALIGNED, PLAIN, _AS_CHUNK,
+    )  # fmt: skip
     rings[0].index(slot).store(_strip(w))
     for i in gl.static_range(len(KINDS)):
         value, scale = stored(new[i], random, 0.0, rings[i + 1].dtype, KINDS[i], STOCHASTIC)
@@ -209,8 +210,8 @@ def _update_strip(
 
 @gluon.jit
 def _update_tile(
-    e, parity, start, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
+    e, parity, start, key, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
+    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on the tile on the shelf, whose first half is there: the strips from `e` on."""
     slots: gl.constexpr = rings[0].type.shape[0]
@@ -224,8 +225,8 @@ def _update_tile(
         if c % in_half == in_half - 1:
             mbarrier.arrive(taken.index(c // in_half), count=1)
         _update_strip(
-            raw, slot, start + tiles.spread(c * _STRIP * columns), rings, scale_rings, common, own,
-            TILE, KINDS, STOCHASTIC, PLAIN,
+            raw, slot, start + c * _STRIP * columns, key, rings, scale_rings, common, own,
+            TILE, KINDS, STOCHASTIC, ALIGNED, PLAIN,
         )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(done.index(slot), count=1)
@@ -233,29 +234,32 @@ def _update_tile(
 
 
 @gluon.jit
-def _updates(shared, TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr):
+def _updates(
+    shared,
+    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
     """The update of every tile of this program."""
     shelf, flag, filled, taken, rings, scale_rings, ready, done, down, across, group, columns = shared[:12]
     offset, row_ptr, key_ptr = shared[12:]
     common, own = tiles.scalars(row_ptr, SCALARS)
     # The random bits depend on the row-major index in the full parameter, modulo 2^32.
     in_strip = gl.arange(0, _CHUNK, gl.SliceLayout(1, _AS_CHUNK))
-    places = in_strip // _BLOCKS * columns + in_strip % _BLOCKS * _CHUNK
-    starts = tiles.spread(places + offset) + gl.load(key_ptr).to(gl.uint32)
+    starts = in_strip // _BLOCKS * columns + in_strip % _BLOCKS * _CHUNK + offset
+    key = gl.load(key_ptr)
     e, parity = 0, 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         tile_row, tile_column = tile_position(tile, down, across, group)
-        start = starts + tiles.spread(tile_row * _ROWS * columns + tile_column * _COLUMNS)
+        start = starts + (tile_row * _ROWS * columns + tile_column * _COLUMNS)
         mbarrier.wait(filled.index(0), parity)
         if gl.max(flag.load(_READER), 0) > 0:
             _update_tile(
-                e, parity, start, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
-                TILE, KINDS, STOCHASTIC, True,
+                e, parity, start, key, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
+                TILE, KINDS, STOCHASTIC, ALIGNED, True,
             )  # fmt: skip
         else:
             _update_tile(
-                e, parity, start, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
-                TILE, KINDS, STOCHASTIC, False,
+                e, parity, start, key, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
+                TILE, KINDS, STOCHASTIC, ALIGNED, False,
             )  # fmt: skip
         e += _STRIPS
         parity ^= 1
@@ -265,7 +269,7 @@ def _updates(shared, TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.conste
 def weight_gradient_handed_over(
     dy, x, w, m0, m1, m2, scale0, scale1, scale2, factor, row_ptr, key_ptr, nonfinite_ptr,
     rows, columns, tokens, offset, group,
-    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr,
+    TILE: gl.constexpr, SCALARS: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """As `hopper_kernel.weight_gradient_update`, for rules whose moments no block shares, of which one is coded.
@@ -318,7 +322,7 @@ def weight_gradient_handed_over(
     scales = ((scale0, scale1, scale2), scale_rings, ready, done, total, down, across, group, rows, columns)
     gl.warp_specialize(
         [
-            (_updates, (updates, TILE, SCALARS, KINDS, STOCHASTIC)),
+            (_updates, (updates, TILE, SCALARS, KINDS, STOCHASTIC, ALIGNED)),
             (_products, (products, SCALARS)),
             (operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
             (_stream, ((tensors, rings, ready, done, total, down, across, group), moments + 1, BYTES)),

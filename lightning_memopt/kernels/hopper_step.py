@@ -2,7 +2,7 @@
 # Device code, whose types are Triton's.
 """One step on a chunk of weight and moments that lies in registers, for both Hopper kernels.
 
-A chunk is [CHUNK, CHUNK], in any layout that keeps two neighbours of a row in one thread: its rows are blocks of codes.
+A chunk is [CHUNK, CHUNK], in any layout: its rows are blocks of codes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,6 @@ def _to_float(stored):
 
 
 @gluon.jit
-def _random_bits(sums, layout: gl.constexpr):
-    """One hash for two neighbours, of which `sums` has the sum of spreads and the key; see `kernels.rounding`."""
-    even, odd = sums.reshape([_CHUNK, _CHUNK // 2, 2]).split()
-    random = tiles.mix(even)
-    both = gl.join(random, tiles.turned(random)).reshape([_CHUNK, _CHUNK])
-    return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
 def _moment(stored, scale, bend, KIND: gl.constexpr):
     """A moment, and its unit."""
     if KIND == _MEAN:
@@ -57,8 +48,9 @@ def _moment(stored, scale, bend, KIND: gl.constexpr):
 
 @gluon.jit
 def step(
-    raw, held, scales, mean, count, start, factors, common, own, bend,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr, layout: gl.constexpr,
+    raw, held, scales, mean, count, start, key, factors, common, own, bend,
+    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr, PLAIN: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """The weight, as it is to be stored, the moments, and the random bits that round them.
 
@@ -68,8 +60,9 @@ def step(
         scales: Of each moment, every row's scale, or the moment that it shares; looked at where it is coded or shared.
         mean: The square of each row's gradient, averaged over the blocks that share a second moment.
         count: How many weights it is the mean of.
-        start: What a row contributes to the random bits.
+        start, key: Of the random bits: each row's first index in the full parameter, modulo 2^32, and the key.
         factors: Of the chunk's columns, or 1.
+        ALIGNED: Rows start at multiples of `tiles.ALIGNED`.
         PLAIN: The gradient is finite and neither clipped by value nor coupled to the weight, as is nearly always so.
         layout: Of the chunk in registers.
     """
@@ -103,8 +96,11 @@ def step(
         m0 = gl.where(keep, m0, old0 * unit_m0)
         m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1 * unit_m1)
         m2 = gl.where(keep, m2, old2 * unit_m2)
-    in_row = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
-    random = _random_bits(start[:, None] + tiles.spread(in_row)[None, :], layout)
+    column = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))[None, :]
+    if ALIGNED:
+        random = tiles.random_bits_of_rows(key, start, column)
+    else:
+        random = tiles.random_bits(key, start[:, None] + column)
     dtype: gl.constexpr = held[0].dtype
     w = tiles.round_bf16(w, tiles.high_bits(random)) if STOCHASTIC and dtype == gl.bfloat16 else w.to(dtype)
     return w, (m0, m1, m2), random

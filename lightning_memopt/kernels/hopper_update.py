@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from lightning_memopt.kernels import codes, tiles
+from lightning_memopt.kernels import codes
 from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, TILE_ROWS, halves
 from lightning_memopt.kernels.hopper_step import CHUNK, clipped, step, stored
 
@@ -21,7 +21,11 @@ ACROSS = TILE_COLUMNS // CHUNK
 CHUNKS = TILE_ROWS // CHUNK * ACROSS
 # How a quarter of a tile, which is a chunk, lies in the registers.
 QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+# Chunks in a turn of the loop over a tile. What is left of dW moves in registers after each turn: three instructions
+# per weight for turns of one chunk, one for turns of two. With four, the code is slow to fetch.
+TOGETHER = 2
 _CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
+_TOGETHER = gl.constexpr(TOGETHER)
 _COLUMNS = gl.constexpr(TILE_COLUMNS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _SIGNED, _MEAN = gl.constexpr(codes.SIGNED), gl.constexpr(codes.MEAN)
@@ -73,8 +77,8 @@ def _left_out(acc, factors, common):
 
 @gluon.jit
 def _update_chunk(
-    raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, factors, rings, common, own, bend,
-    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
+    raw, slot, scales, mean, count, scale_ptrs, mask, first_mask, start, key, factors, rings, common, own, bend,
+    TILE: gl.constexpr, KINDS: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on a chunk of weight and moments, in place in shared memory; see `hopper_step.step`.
 
@@ -88,8 +92,9 @@ def _update_chunk(
     for i in gl.static_range(moments):
         held = held + (held[0] if KINDS[i] == _MEAN else rings[i + 1].index(slot).load(_QUARTER),)
     w, new, random = step(
-        raw, held, scales, mean, count, start, factors, common, own, bend, TILE, KINDS, STOCHASTIC, PLAIN, _QUARTER
-    )
+        raw, held, scales, mean, count, start, key, factors, common, own, bend,
+        TILE, KINDS, STOCHASTIC, ALIGNED, PLAIN, _QUARTER,
+    )  # fmt: skip
     rings[0].index(slot).store(w)
     for i in gl.static_range(moments):
         if KINDS[i] == _MEAN:
@@ -127,15 +132,22 @@ def read_scales(pointers, mask, KINDS: gl.constexpr):
 
 
 @gluon.jit
+def _moved_up(of_chunks, COUNT: gl.constexpr):
+    """What belongs to the chunks of a tile, without the first ones; the last stay where they are, too."""
+    return of_chunks[COUNT:] + of_chunks[_CHUNKS - COUNT :]
+
+
+@gluon.jit
 def update_tile(
-    acc, scales, sums, e, starts, existing, scale_at, shared_at, columns, row, column, ready, done, next_turn, rings,
-    scale_ptrs, factor, nonfinite_ptr, common, own, bend,
-    TILE: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr, PLAIN: gl.constexpr,
+    acc, scales, sums, e, starts, key, existing, scale_at, shared_at, columns, row, column, ready, done, next_turn,
+    rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
+    TILE: gl.constexpr, KINDS: gl.constexpr, WIDTH: gl.constexpr, STOCHASTIC: gl.constexpr, ALIGNED: gl.constexpr,
+    PLAIN: gl.constexpr,
 ):  # fmt: skip
     """One step on the chunks `e`, `e` + 1, ... that make up the tile at `row` and `column`.
 
     Rolled by hand, as code for all chunks at once would not fit into the instruction cache: registers cannot be
-    indexed, so what is left of dW moves up a place instead.
+    indexed, so what is left of dW moves up instead.
 
     Args:
         acc: The tile of dW, times its columns' factors.
@@ -147,6 +159,7 @@ def update_tile(
     """
     slots: gl.constexpr = rings[0].type.shape[0]
     SHARED: gl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
+    TOGETHER: gl.constexpr = _TOGETHER if PLAIN else 1
     scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
     counts = (existing, existing, existing, existing)
     if SHARED:
@@ -159,38 +172,35 @@ def update_tile(
             if gl.sum(counts[0] + counts[1] + (counts[2] + counts[3]), 0) > 0:
                 gl.store(nonfinite_ptr, 1)
             sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(counts, WIDTH)
-    x0, x1, x2, x3 = quarters(acc)
-    s0, s1, s2, s3 = scales
-    t0, t1, t2, t3 = sums
-    n0, n1, n2, n3 = counts
-    for c in range(_CHUNKS):
-        slot = e % slots
-        mbarrier.wait(ready.index(slot), (e // slots) & 1)
-        if c == _CHUNKS - 1:
-            mbarrier.arrive(next_turn, count=1)
-        r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
-        start = starts + tiles.spread((row + r) * columns + column + k)
-        at, shared = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
-        pointers = scale_pointers(scale_ptrs, at, shared, KINDS)
-        mask = (existing > r) & (column + k < columns)
-        mean, count, own_factors = t0, n0, 1.0
-        if SHARED:
-            size = gl.minimum(columns - column - k // WIDTH * WIDTH, WIDTH)
-            if PLAIN:
-                mean = codes.block_mean(t0 * common[0] * common[0], size)
-            else:
-                count = size - n0
-                mean = codes.block_mean(t0, count)
-                own_factors = _factors(factor, column + k, columns, _QUARTER, _CHUNK)
-        _update_chunk(
-            x0, slot, s0, mean, count, pointers, mask, mask & (k % WIDTH == 0), start, own_factors, rings,
-            common, own, bend,
-            TILE, KINDS, STOCHASTIC, PLAIN,
-        )  # fmt: skip
-        fence_async_shared()
-        mbarrier.arrive(done.index(slot), count=1)
-        x0, x1, x2 = x1, x2, x3
-        s0, s1, s2 = s1, s2, s3
-        t0, t1, t2 = t1, t2, t3
-        n0, n1, n2 = n1, n2, n3
-        e += 1
+    chunks = quarters(acc)
+    for first in range(0, _CHUNKS, TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            c = first + j
+            slot = e % slots
+            mbarrier.wait(ready.index(slot), (e // slots) & 1)
+            if c == _CHUNKS - 1:
+                mbarrier.arrive(next_turn, count=1)
+            r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
+            start = starts + ((row + r) * columns + column + k)
+            at, shared = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
+            pointers = scale_pointers(scale_ptrs, at, shared, KINDS)
+            mask = (existing > r) & (column + k < columns)
+            mean, count, own_factors = sums[j], counts[j], 1.0
+            if SHARED:
+                size = gl.minimum(columns - column - k // WIDTH * WIDTH, WIDTH)
+                if PLAIN:
+                    mean = codes.block_mean(sums[j] * common[0] * common[0], size)
+                else:
+                    count = size - counts[j]
+                    mean = codes.block_mean(sums[j], count)
+                    own_factors = _factors(factor, column + k, columns, _QUARTER, _CHUNK)
+            _update_chunk(
+                chunks[j], slot, scales[j], mean, count, pointers, mask, mask & (k % WIDTH == 0), start, key,
+                own_factors, rings, common, own, bend,
+                TILE, KINDS, STOCHASTIC, ALIGNED, PLAIN,
+            )  # fmt: skip
+            fence_async_shared()
+            mbarrier.arrive(done.index(slot), count=1)
+            e += 1
+        chunks, scales = _moved_up(chunks, TOGETHER), _moved_up(scales, TOGETHER)
+        sums, counts = _moved_up(sums, TOGETHER), _moved_up(counts, TOGETHER)

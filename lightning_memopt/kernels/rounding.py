@@ -4,10 +4,12 @@ The random bits of element i of a parameter at a step are ``rounding_bits(key, i
 parameter name) and i is the element's index in the full, unsharded parameter. They depend on nothing else: not on
 launch geometry, device, rank or world size.
 
-Rounding takes 16 bits: a weight the high ones, its second moment the low ones. So a 32-bit hash has enough for the
-weights of two neighbours: 2i takes the hash of 2i as it is, 2i + 1 takes it with its halves exchanged. An element's
-weight and moment still round independently, and so do neighbouring weights and neighbouring moments; only the weight
-of one neighbour and the moment of the other share their bits.
+A hash takes seven dependent instructions, as many as the step of some rules. So sixteen elements share one, those whose
+indices differ in the bits of `SHARED` only: they lie in one row, and a kernel for Hopper has them in one thread. Each
+multiplies the hash by an odd number of its own. That permutes the 2^32 words, so each element's bits are as even as the
+hash, and the numbers are chosen so that no two elements' bits are correlated (`tests/kernels/test_rounding.py`).
+
+Rounding takes 16 bits: a weight the high ones, its second moment the low ones, which are independent of each other.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 # Constants of the "lowbias32" integer mixer (C. Wellons, hash-prospector), and 2^32 / golden ratio.
 GOLDEN, MUL1, MUL2 = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+# Bits of the index in which elements that share a hash differ: neighbours, and every eighth of 64.
+SHARED = 0b111001
+# Of `own_factor`; among random numbers, a pair that puts each pair of factors far apart by the spectral test.
+FACTOR, FACTOR_STEP = 0xAD8581EA, 0x91922D21
 
 
 def _mix(x: int) -> int:
@@ -53,6 +59,13 @@ def name_hashes(names: Sequence[str]) -> Tensor:
     return torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64)
 
 
+def _hash(key: int, index: Tensor) -> Tensor:
+    # int64 products wrap, which leaves the low 32 bits right: all that is kept.
+    x = (index * GOLDEN + key) & _MASK
+    x = ((x ^ (x >> 15)) * MUL1) & _MASK
+    return x ^ (x >> 13)
+
+
 def bits(key: int, index: Tensor) -> Tensor:
     """32 pseudo-random bits for each element index, as int64 in [0, 2^32).
 
@@ -60,20 +73,22 @@ def bits(key: int, index: Tensor) -> Tensor:
         key: `rounding_key` of parameter and step.
         index: int64, any shape; only its low 32 bits matter.
     """
-    # int64 products wrap, which leaves the low 32 bits right: all that is kept.
-    x = (index * GOLDEN + key) & _MASK
-    x = ((x ^ (x >> 15)) * MUL1) & _MASK
-    return ((x ^ (x >> 13)) * MUL2) & _MASK
+    return _hash(key, index) * MUL2 & _MASK
+
+
+def own_factor(index: Tensor) -> Tensor:
+    """The odd number by which each element multiplies the hash that it shares with fifteen others."""
+    x = ((index & SHARED) * FACTOR_STEP + FACTOR) & _MASK
+    return x ^ (x >> 16) | 1
 
 
 def rounding_bits(key: int, index: Tensor) -> Tensor:
-    """The 32 random bits that round each element, as int64 in [0, 2^32): `bits` of the even one of two neighbours.
+    """The 32 random bits that round each element, as int64 in [0, 2^32).
 
     Args:
         key, index: As in `bits`.
     """
-    x = bits(key, index & ~1)
-    return torch.where(index & 1 == 0, x, x << 16 & _MASK | x >> 16)
+    return _hash(key, index & ~SHARED) * own_factor(index) & _MASK
 
 
 def round_stochastic(x: Tensor, key: int, offset: int | Tensor = 0, *, low: bool = False) -> Tensor:

@@ -24,11 +24,15 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from lightning_memopt.kernels.rounding import GOLDEN, MUL1, MUL2
+from lightning_memopt.kernels.rounding import FACTOR, FACTOR_STEP, GOLDEN, MUL1, SHARED
 from lightning_memopt.rules.base import COMMON_SCALARS
 
-# Constants of `kernels.rounding.bits`.
-_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
+# Constants of `kernels.rounding.rounding_bits`.
+_GOLDEN, _MUL1 = tl.constexpr(GOLDEN), tl.constexpr(MUL1)
+_FACTOR, _FACTOR_STEP = tl.constexpr(FACTOR), tl.constexpr(FACTOR_STEP)
+_SHARED, _NOT_SHARED = tl.constexpr(SHARED), tl.constexpr(~SHARED & 0xFFFFFFFF)
+# Rows whose first index is a multiple of this have every element's shared hash begin in them.
+ALIGNED = 64
 _COMMON = tl.constexpr(len(COMMON_SCALARS))
 # Scales of the gradient whose square a float32 holds, and sums of squares that leave room for more, of elements below
 # the limit of any rule (`Rule.limit`).
@@ -97,27 +101,34 @@ def small_enough(squares):
 @triton.jit
 def random_bits(key, index):
     """`kernels.rounding.rounding_bits`: 32 bits per element; only the low 32 bits of `index` matter."""
-    random = mix(spread(index.to(tl.uint32) & 0xFFFFFFFE) + key.to(tl.uint32))
-    return tl.where(index & 1 != 0, turned(random), random)
+    return _hash(_spread(index) + key.to(tl.uint32)) * _own_factor(index)
 
 
 @triton.jit
-def turned(random):
-    """The bits of an odd element, from those of the even one before it: its halves change places."""
-    return (random << 16) | (random >> 16)
+def random_bits_of_rows(key, start, column):
+    """`random_bits` of rows of a tile, whose first indices `start` [N] are multiples of `ALIGNED`.
+
+    The compiler sees which of the columns [1, WIDTH] share a hash, and that a thread's factors are constants.
+    """
+    first = start.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
+    return _hash(first[:, None] + _spread(column)) * _own_factor(column)
 
 
 @triton.jit
-def spread(index):
-    """The linear part of the hash: a sum of indices spreads to the sum of their spreads, modulo 2^32."""
-    return index.to(tl.uint32) * _GOLDEN
+def _spread(index):
+    return (index.to(tl.uint32) & _NOT_SHARED) * _GOLDEN
 
 
 @triton.jit
-def mix(x):
-    """The mixing part of the hash; for the bits of an even element the whole of it, given the sum of its spreads."""
+def _hash(x):
     x = (x ^ (x >> 15)) * _MUL1
-    return (x ^ (x >> 13)) * _MUL2
+    return x ^ (x >> 13)
+
+
+@triton.jit
+def _own_factor(index):
+    x = (index.to(tl.uint32) & _SHARED) * _FACTOR_STEP + _FACTOR
+    return x ^ (x >> 16) | 1
 
 
 @triton.jit

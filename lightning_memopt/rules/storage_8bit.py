@@ -56,8 +56,9 @@ LOWEST_LEVEL = ONE - 255 * LEVEL_STEP
 LOWEST = ONE - 255 * (1 << 23) // OCTAVE_LEVELS
 # A value a hair below its scale cannot round up to code 256.
 BELOW_ONE = 1 - 2.0**-22
-# Added before the last 23 bits are cut off: a half, to nearest; with random bits above the last seven, half of those.
-NEAREST, DITHER = 1 << 22, 1 << 6
+# Added before the last 23 bits are cut off: a half, to nearest. With random bits above the last seven, half of what
+# these can hold, as steps of the bit pattern: 60 for 64, which is 2^-21 of a level away.
+NEAREST, HALF_DITHER = 1 << 22, round((1 << 6) / OCTAVE_LEVELS)
 
 
 def rows_of(param: Tensor) -> tuple[int, int]:
@@ -97,12 +98,12 @@ def encode_positive(x: Tensor, scale: Tensor, rounder: Rounder = None) -> Tensor
     that has none divides a zero.
     """
     ratio = (x * (BELOW_ONE / scale)).view(torch.int32)
+    above = ratio.clamp(min=LOWEST) - LOWEST
     # Fixed point: the code in the high 9 bits, a fraction of a level in the low 23.
-    fixed = (ratio.clamp(min=LOWEST) - LOWEST) * OCTAVE_LEVELS
     if rounder is None:
-        return ((fixed + NEAREST) >> 23).to(torch.uint8)
+        return ((above * OCTAVE_LEVELS + NEAREST) >> 23).to(torch.uint8)
     # The rounder adds 16 random bits to a bit pattern and keeps its upper half; here that half is the code.
-    pattern = ((fixed + DITHER) >> 7).view(torch.float32)
+    pattern = ((above + HALF_DITHER) * OCTAVE_LEVELS >> 7).view(torch.float32)
     return rounder(pattern).view(torch.int16).to(torch.uint8)
 
 

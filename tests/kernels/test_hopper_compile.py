@@ -44,7 +44,7 @@ def compile_for(update, config):
         **dict.fromkeys(["rows", "columns", "tokens", "offset", "group"], "i32"),
     }  # fmt: skip
     constants = blocks.arguments(update).constants | {
-        "STAGES": config.stages, "SLOTS": config.slots,
+        "ALIGNED": True, "STAGES": config.stages, "SLOTS": config.slots,
         "BYTES": hopper.CHUNK**2 * hopper.bytes_per_weight(update),
     }  # fmt: skip
     if not config.handed:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels.rounding import (
+    SHARED,
     bits,
     name_hashes,
+    own_factor,
     parameter_keys,
     round_stochastic,
     rounding_bits,
@@ -154,30 +156,60 @@ def test_bits_are_even() -> None:
         assert abs(float(agree.double().mean()) - 0.5) < spread, place
 
 
+# Of sixteen elements that share a hash, their places among 64.
+PLACES = [place for place in range(64) if place | SHARED == SHARED]
+
+
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("parity", [0, 1])
-def test_either_neighbour_rounds_without_bias(parity: int, low: bool) -> None:
-    """Even and odd elements, which share a hash, each round up with the probability that the distance gives."""
-    count = 1 << 18
+@pytest.mark.parametrize("place", [0, 1, 8, 25, 57])
+def test_whoever_shares_a_hash_rounds_without_bias(place: int, low: bool) -> None:
+    """Elements at each place round up with the probability that the distance gives."""
+    count = 1 << 22
     for offset in (1 << 8, 1 << 13, 1 << 15, 54321):
         x = floats(0x3F80, torch.full((count,), offset))
-        up = pattern(round_stochastic(x, rounding_key(7, offset, "w"), low=low))[parity::2] - 0x3F80
+        up = pattern(round_stochastic(x, rounding_key(7, offset, "w"), low=low))[place::64] - 0x3F80
         p = offset / (1 << 16)
-        assert abs(float(up.double().mean()) - p) <= 5 * math.sqrt(p * (1 - p) / (count / 2))
+        assert abs(float(up.double().mean()) - p) <= 5 * math.sqrt(p * (1 - p) / (count / 64))
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_neighbours_round_independently(low: bool) -> None:
-    """Of two elements, one hash apart or two, both go up as often as chance has it, whatever their distances are."""
+@pytest.mark.parametrize("apart", [1, 2, 8, 9, 16, 24, 32, 48])
+def test_neighbours_round_independently(apart: int, low: bool) -> None:
+    """Of two elements so far apart, both go up as often as chance has it, whatever their distances are."""
     count = 1 << 18
-    for first, second in itertools.product((1 << 13, 1 << 15, 54321), repeat=2):
-        distances = torch.tensor([first, second]).repeat(count // 2)
-        up = pattern(round_stochastic(floats(0x3F80, distances), rounding_key(first, second, "w"), low=low)) - 0x3F80
-        both = first * second / (1 << 32)
-        for shift in (0, 1):
-            pairs = up.roll(-shift).view(-1, 2)
-            share = float(pairs.prod(1).double().mean())
-            assert abs(share - both) <= 5 * math.sqrt(both * (1 - both) / (count / 2)), shift
+    second = torch.arange(count) // apart % 2 == 1
+    for first, other in itertools.product((1 << 13, 1 << 15, 54321), repeat=2):
+        distances = torch.where(second, other, first)
+        up = pattern(round_stochastic(floats(0x3F80, distances), rounding_key(first, other, "w"), low=low)) - 0x3F80
+        both = first * other / (1 << 32)
+        for pairs in (~second, second):  # with a hash of their own and shared, or the other way round
+            pairs = pairs & (torch.arange(count) < count - apart)
+            share = float((up * up.roll(-apart))[pairs].double().mean())
+            assert abs(share - both) <= 5 * math.sqrt(both * (1 - both) / (count / 2))
+
+
+def shortest(a: int, b: int, modulus: int) -> float:
+    """Length of the shortest (s, t) with s a + t b = 0 modulo a power of two, both odd: the spectral test of a pair."""
+    u, v = (modulus, 0), (-b * pow(a, -1, modulus) % modulus, 1)
+    while True:
+        if math.hypot(*u) < math.hypot(*v):
+            u, v = v, u
+        times = round((u[0] * v[0] + u[1] * v[1]) / (v[0] ** 2 + v[1] ** 2))
+        u = (u[0] - times * v[0], u[1] - times * v[1])
+        if math.hypot(*u) >= math.hypot(*v):
+            return math.hypot(*v)
+
+
+def test_factors_are_odd_and_far_apart() -> None:
+    """A hash times either of two factors is a lattice of points, as fine in 32 bits and in the low 16 as said here.
+
+    The closest two of sixteen random odd numbers come to 5000 and 20, a perfect pair to 70000 and 275.
+    """
+    factors = own_factor(torch.tensor(PLACES)).tolist()
+    assert len(PLACES) == 16 and all(factor % 2 for factor in factors)
+    for a, b in itertools.combinations(factors, 2):
+        assert shortest(a, b, 1 << 32) > 12_000
+        assert shortest(a, b, 1 << 16) > 75
 
 
 def test_a_weight_and_its_moment_round_independently() -> None:
@@ -190,17 +222,20 @@ def test_a_weight_and_its_moment_round_independently() -> None:
         assert abs(share - 0.25) <= 5 * math.sqrt(0.25 * 0.75 / (count / 2))
 
 
-def test_neighbours_share_a_hash() -> None:
-    """An even element takes its own bits, the odd one after it the same with their halves exchanged."""
-    key, even = rounding_key(1, 2, "w"), torch.arange(0, 1000, 2)
-    words = bits(key, even)
-    assert torch.equal(rounding_bits(key, even), words)
-    assert torch.equal(rounding_bits(key, even + 1), (words & 0xFFFF) << 16 | words >> 16)
+def test_sixteen_elements_share_a_hash() -> None:
+    """Their words, times the inverses of their factors, are the same; those of others are not."""
+    key, index = rounding_key(1, 2, "w"), torch.arange(4096)
+    inverse = torch.tensor([pow(factor, -1, 1 << 32) for factor in own_factor(index).tolist()])
+    # Products of 32-bit numbers do not fit int64, but wrap.
+    hashes = (rounding_bits(key, index) * inverse & 0xFFFFFFFF).view(-1, 64)
+    for first in (0, 2, 4, 6):
+        assert (hashes[:, [first + place for place in PLACES]] == hashes[:, first : first + 1]).all()
+    assert len(hashes.unique()) == 4 * len(hashes)
 
 
 FROZEN_KEY = 3127133132
 FROZEN_BITS = [365679853, 844493179, 856835956]
-FROZEN_ROUNDING_BITS = [365679853, 3572307403, 856835956]
+FROZEN_ROUNDING_BITS = [1110701993, 2289209515, 3066050404]
 
 
 def test_definition_is_frozen() -> None:
