@@ -309,9 +309,9 @@ class ShardedUpdater(Updater):
 
     # ---------------------------------------------------------------- the end of a step
 
-    def finish(self, clip: Clip | None = None) -> None:
+    def _finish(self, clip: Clip | None = None) -> None:
         """As for one device; then all ranks agree which updates were left out."""
-        super().finish(clip)
+        super()._finish(clip)
         outcomes, self._outcomes = self._outcomes, []
         if outcomes:
             for (slot, _), taken in zip(outcomes, self._together(outcomes), strict=True):
