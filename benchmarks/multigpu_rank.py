@@ -27,6 +27,7 @@ from lightning_memopt.backward.windows import Window, held
 from lightning_memopt.models.linear_cross_entropy import loss_at_head
 from lightning_memopt.models.llama import Llama
 from lightning_memopt.strategies import sharding
+from lightning_memopt.strategies.gathering import by_copies
 
 WARMUP, MEASURED = 4, 6
 # Bytes that a job may leave on a GPU.
@@ -313,8 +314,8 @@ class Saver(pl.Callback):
 
 
 def way(module: nn.Module) -> str:
-    """How weights are gathered."""
-    return "copies" if any("unshard" in vars(group) for group in sharding.groups(module)) else "collectives"
+    """How weights are gathered: by copies if those of all units are, as what runs beside updates follows from it."""
+    return "copies" if by_copies(sharding.groups(module)) else "collectives"
 
 
 def predicted(module: nn.Module, plan: dict[str, tuple[str, int]], job: Job) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.norms import (
-    by_gram,
+    Way,
+    best_way,
     squared_norm,
     squared_norm_active,
     squared_norm_lookup,
@@ -68,7 +69,7 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
     device = slots[0].param.device
     stored: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     squares: dict[int, Tensor] = {}
-    few: dict[tuple[torch.device, torch.dtype, int], dict[int, Factors]] = {}
+    few: dict[tuple[torch.device, torch.dtype, Way, torch.dtype, int], dict[int, Factors]] = {}
     for i, slot in enumerate(slots):
         slot.hold_gradient()
         dtype, lookup = compute_dtype(slot.param), slot.only_lookup()
@@ -79,15 +80,17 @@ def gradient_norms(slots: Sequence[Slot], total: Callable[[Tensor], Tensor] = la
         if slot.sparse is not None:
             parts = (slot.factors, slot.stored, slot.sparse.buffer, dtype)
             squares[i] = squared_norm_active(tuple(slot.weight.shape), slot.sparse.bits, *parts)
-        elif len(slot.factors) == 1 and by_gram(slot.factors, slot.stored):
-            few.setdefault((slot.param.device, dtype, len(slot.factors[0][0])), {})[i] = slot.factors[0]
         elif slot.factors:
-            squares[i] = squared_norm(slot.factors, slot.stored, dtype)
+            way, (dy, _) = best_way(slot.factors, slot.stored, dtype), slot.factors[0]
+            if way == "slabs" or len(slot.factors) > 1:
+                squares[i] = squared_norm(slot.factors, slot.stored, dtype, way)
+            else:
+                few.setdefault((dy.device, dtype, way, dy.dtype, len(dy)), {})[i] = slot.factors[0]
         else:
             assert slot.stored is not None
             stored.setdefault((slot.param.device, dtype), {})[i] = slot.stored
-    for (_, dtype, _), pairs in few.items():
-        squares |= zip(pairs, squared_norms(list(pairs.values()), dtype).unbind(), strict=True)
+    for (_, dtype, way, *_), pairs in few.items():
+        squares |= zip(pairs, squared_norms(list(pairs.values()), dtype, way).unbind(), strict=True)
     for (_, dtype), grads in stored.items():  # all in a few launches
         roots = torch.stack(torch._foreach_norm(list(grads.values()), 2, dtype))
         squares |= zip(grads, roots.square().unbind(), strict=True)

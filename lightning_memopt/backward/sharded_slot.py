@@ -27,7 +27,7 @@ from lightning_memopt.optim.shards import local
 from lightning_memopt.rules import Rule
 
 if TYPE_CHECKING:
-    from lightning_memopt.backward.sharded_updater import ShardedUpdater
+    from lightning_memopt.backward.sharded_keeper import ShardedKeeper
 
 
 class ShardedSlot(Slot):
@@ -50,11 +50,11 @@ class ShardedSlot(Slot):
         in_torch: Whether its update runs in plain torch, and what that follows from; None before anyone asked.
     """
 
-    updater: ShardedUpdater
+    updater: ShardedKeeper
 
     def __init__(
         self,
-        updater: ShardedUpdater,
+        updater: ShardedKeeper,
         name: str,
         param: nn.Parameter,
         optimizer: Optimizer,

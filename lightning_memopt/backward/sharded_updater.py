@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -31,36 +31,29 @@ from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_
 from lightning_memopt.backward.nonfinite import NonFiniteReports
 from lightning_memopt.backward.passes import PASS
 from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
+from lightning_memopt.backward.sharded_keeper import ShardedKeeper
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
-from lightning_memopt.backward.sharded_states import restored, spread
 from lightning_memopt.backward.shipping import Parcel, Shipping
 from lightning_memopt.backward.slot import Lookup, Slot
 from lightning_memopt.backward.traffic import Route, said
-from lightning_memopt.backward.updater import Updater
-from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import finite, largest_possible, slab_rows
 from lightning_memopt.kernels.update import Beside
-from lightning_memopt.rules import Rule
-from lightning_memopt.rules.storage import Dense, Storage
-
-if TYPE_CHECKING:
-    from lightning_memopt.strategies.sharded_checkpoint import SavedOptimizer
+from lightning_memopt.rules.storage import Dense
 
 # Kinds of announcements, besides those of factors and passes.
 UPDATE, END = 2, 3
 
 
-class ShardedUpdater(Updater):
+class ShardedUpdater(ShardedKeeper):
     """An updater for parameters sharded by FSDP2. `share` comes before `attach`.
 
     Attributes:
         route: How gradients of linear layers are summed over ranks; ``"auto"`` takes what moves fewer bytes.
         ahead: Go on with the backward pass before the other hosts have answered an announcement. By default for GPUs,
             whose hosts run ahead of them.
-        path: A number for the layers that were called in forward, in order, with how many tokens each.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,15 +61,12 @@ class ShardedUpdater(Updater):
         self.reports = NonFiniteReports(self.reports.mode, together=True)
         self.route: Literal["auto"] | Route = "auto"
         self.ahead: bool | None = None
-        self.ranks: Ranks | None = None
         self.peers: Peers | None = None
         self._shipping: Shipping | None = None
         self._averages: Averages | None = None
-        self._unsharded: Mapping[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._beside: Beside = "collectives"
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
-        self.path = 0
         self._ended: Answers | None = None
 
     # ---------------------------------------------------------------- set-up
@@ -117,57 +107,7 @@ class ShardedUpdater(Updater):
         names = [slot.name for slot in self.slots.values()]
         return names[number] if number < len(names) else "another parameter"
 
-    def _new_slot(
-        self, name: str, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule
-    ) -> Slot:
-        unsharded = self._unsharded.get(param)
-        if unsharded is None:
-            raise UnsupportedError(
-                f"{name} is trained but not sharded, so its gradient would differ between ranks. Call fully_shard on a "
-                "module that holds it, or do not shard in configure_model and let the strategy do so."
-            )
-        assert self.ranks is not None
-        return ShardedSlot(
-            self, name, param, optimizer, group, rule, unsharded[0], self.ranks, len(self.slots), unsharded[1]
-        )
-
-    def _let_go(self, slot: Slot) -> None:
-        """Refused, as ranks speak of parameters by number."""
-        raise UnsupportedError(
-            f"{slot.name} was taken out of its optimizer. Freeze it instead: parameter.requires_grad_(False)."
-        )
-
-    def _spread(self, slot: Slot, storage: Sequence[Storage], state: dict[str, Any]) -> None:
-        spread(slot, storage, state)
-
-    def load(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
-        """Make saved options and states the optimizer's own; parameters without a saved state get a fresh one.
-
-        Raises:
-            UnsupportedError: A moment was saved in a form that the optimizer does not keep.
-        """
-        for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
-            group.update(options)
-        self._adopt(optimizer)
-        for param, entries in saved.states.items():
-            slot = self.slots.get(param)
-            if slot is None:
-                continue
-            if slot.sparse is not None:
-                slot.sparse.restore(slot.state, self.storage(slot), entries)
-                self._spread(slot, self.storage(slot), slot.state)
-            else:
-                state = restored(slot, self.storage(slot), entries)
-                slot.state.clear()
-                slot.state.update(state)
-            self.fill_state(slot)
-
     # ---------------------------------------------------------------- a backward pass
-
-    def forget_uses(self) -> None:
-        """As for one device."""
-        super().forget_uses()
-        self.path = 0
 
     @contextmanager
     def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
@@ -309,9 +249,9 @@ class ShardedUpdater(Updater):
 
     # ---------------------------------------------------------------- the end of a step
 
-    def finish(self, clip: Clip | None = None) -> None:
+    def _finish(self, clip: Clip | None = None) -> None:
         """As for one device; then all ranks agree which updates were left out."""
-        super().finish(clip)
+        super()._finish(clip)
         outcomes, self._outcomes = self._outcomes, []
         if outcomes:
             for (slot, _), taken in zip(outcomes, self._together(outcomes), strict=True):

@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memopt.backward.exchange import Block, Exchange, Lookups, Ranks, reduce_rows, send_blocks
+from lightning_memopt.backward.exchange import Block, Exchange, Lookups, Ranks, reduce_rows, send_blocks, sources
 from lightning_memopt.backward.outbox import Copied
 from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
@@ -85,15 +85,14 @@ class Parcel:
         return len(self._unsent[0])
 
     @property
-    def input(self) -> tuple[object, ...]:
-        """What is equal for two layers with the same x, as long as both wait."""
-        x = self._unsent[1]
-        return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
-
-    @property
     def _unsent(self) -> Factors:
         assert self.factors is not None
         return self.factors
+
+    @property
+    def input(self) -> Tensor:
+        """What the layer was called with, x."""
+        return self._unsent[1]
 
     def take(self) -> Factors:
         """The factors, which are gone then.
@@ -361,9 +360,7 @@ class Shipping:
 
 
 def _sources(bundle: Sequence[Parcel]) -> list[int]:
-    """For each layer, the position of the first one with the same x."""
-    inputs = [parcel.input for parcel in bundle]
-    return [inputs.index(own) for own in inputs]
+    return sources([parcel.input for parcel in bundle])
 
 
 def _same(agreed: Agreed, bundle: Sequence[Parcel]) -> bool:

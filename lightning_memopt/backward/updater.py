@@ -121,7 +121,7 @@ class Updater(SlotUpdater):
         complete = False
         try:
             yield
-            self.finish()
+            self._finish()  # what is changed from here on holds for the next step, so it is not watched
             complete = True
         finally:
             if not complete:  # of a state that was cleared there is nothing to count
@@ -327,6 +327,11 @@ class Updater(SlotUpdater):
         """
         if self._stepping is None:
             return
+        self._finish(clip)
+        self._read = self._facts(self._stepping)
+
+    def _finish(self, clip: Clip | None = None) -> None:
+        assert self._stepping is not None
         if self._entered:
             self._entered = False
             self._follow()
@@ -347,7 +352,6 @@ class Updater(SlotUpdater):
             self._update_pending(coefficient)
             self._checked = False
         self._count()
-        self._read = self._facts(self._stepping)
 
     def captured(self) -> list[Any]:
         """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_memopt as memopt
-from lightning_memopt.models.causal_lm import parameter_groups
 from lightning_memopt.optim import AdamW8bit, Gefen, Lion
+from lightning_memopt.optim.decay import decay_groups
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
@@ -89,7 +89,7 @@ class Method:
 
 
 def _one_optimizer(module: nn.Module, make: MakeOptimizer) -> Optimizer:
-    return make(parameter_groups(module))
+    return make(decay_groups(module))
 
 
 def _step_in_hooks(module: nn.Module, make: MakeOptimizer) -> None:
@@ -98,7 +98,7 @@ def _step_in_hooks(module: nn.Module, make: MakeOptimizer) -> None:
     Returns:
         None: for Lightning the module has no optimizer, so that it runs forward and backward only.
     """
-    for group in parameter_groups(module):
+    for group in decay_groups(module):
         for param in group["params"]:
             optimizer = make([group | {"params": [param]}])
             param.register_post_accumulate_grad_hook(partial(_step_now, optimizer))

@@ -19,6 +19,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.sparsity.density import densities, sparse_layers
 from lightning_memopt.sparsity.layer import Settings, SparseLayer
 from lightning_memopt.sparsity.schedule import TopologySchedule
+from lightning_memopt.sparsity.untouched import Untouched, check_count
 from lightning_memopt.strategies.mixin import ForgeMixin
 
 # Steps before and after a topology update whose mean loss is logged.
@@ -114,6 +115,7 @@ class SMET(pl.Callback):
         self._kept: dict[str, Tensor] = {}
         self._trainer: pl.Trainer | None = None
         self._step = 0
+        self._untouched = Untouched()
         self._saved: set[str] = set()  # parameters that a checkpoint has masks of
         self._losses: deque[Tensor] = deque(maxlen=WINDOW)
         self._before: Tensor | None = None
@@ -158,9 +160,12 @@ class SMET(pl.Callback):
 
         Raises:
             UnsupportedError: The strategy does not fuse updates, or there is another `SMET`.
+            UpdateError: Masks of an earlier fit, which training goes on with, were written to.
         """
         if stage != "fit":
             return
+        for layer in self.layers.values():
+            check_count(layer)
         strategy = trainer.strategy
         if not isinstance(strategy, ForgeMixin):
             raise refusal("SMET under another strategy", f"SMET under {type(strategy).__name__}")
@@ -259,6 +264,7 @@ class SMET(pl.Callback):
         """Leave the strategy as it was; masks and ages stay readable."""
         if stage == "fit" and isinstance(trainer.strategy, ForgeMixin):
             trainer.strategy.updater.sparsity = Updater.dense
+            self._untouched.forget()
             for layer in self.layers.values():
                 layer.rest()
 
@@ -267,8 +273,14 @@ class SMET(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Before the step whose gradient decides what grows, let its update collect the largest."""
+        """Before the step whose gradient decides what grows, let its update collect the largest.
+
+        Raises:
+            UpdateError: Masks or ages were written to, here or in the hooks below.
+        """
         assert self._schedule is not None
+        self._untouched.check()
+        self._untouched.note(self.layers.values())
         coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(trainer.optimizers))
         step = next((step for step in coming if self._schedule.due(step)), None)
         if step is not None:
@@ -276,11 +288,16 @@ class SMET(pl.Callback):
                 if layer.growth is None:
                     layer.collect(self._schedule.at(step))
 
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Updates come next, which go by masks and ages."""
+        self._untouched.check()
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After an optimizer step that is due, change the topology; checkpoints of the step come later."""
         assert self._schedule is not None
+        self._untouched.check()
         last, self._step = self._step, trainer.global_step
         if self._step == last:
             return
@@ -294,6 +311,7 @@ class SMET(pl.Callback):
         fraction, event = self._schedule.at(step), step // self.update_every
         updater = trainer.strategy.updater
         changes = [layer.change(fraction, event, updater.storage(layer.slot)) for layer in self.layers.values()]
+        self._untouched.note(self.layers.values())
         trainer.strategy.weights_changed()
         metrics: dict[str, float | Tensor] = {
             "smet/density": self._density(),

@@ -12,6 +12,7 @@ each of the two symmetric matrices, of which it stores none (`kernels.gram`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from lightning_memopt.kernels.slabs import Factors, join, matmul, place, slab_ro
 from lightning_memopt.kernels.sparse import has_triton
 from lightning_memopt.kernels.sparse_gradient import active_slabs
 
+# By Gram products, in the kernel or of stored matrices, or by slabs.
+Way = Literal["kernel", "gram", "slabs"]
 # Bytes of Gram matrices that are formed together, where they are stored.
 GRAM_BYTES = 1 << 25
 # The kernel for Gram products needs half of their operations, each of which takes it longer than a matmul of slabs.
@@ -28,47 +31,49 @@ KERNEL_GAIN = 1.5
 LOOKUP_ROWS = 1024
 
 
-def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """‖grad + Σ dYᵀ x‖² as a 0-dimensional tensor of `dtype` on the factors' device, without waiting for it."""
-    if not factors:
-        assert grad is not None
-        return torch.linalg.vector_norm(grad, dtype=dtype).square()
-    if by_gram(factors, grad):
-        return squared_norms([join(factors)], dtype)[0]
+def best_way(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype) -> Way:
+    """How to form ‖grad + Σ dYᵀ x‖² by the fewest operations, where there are factors; asks the kernel once."""
+    if grad is not None:
+        return "slabs"
+    tokens, (dy, x) = sum(len(dy) for dy, _ in factors), factors[0]
+    # Several pairs are joined and go by themselves, so that the kernel has few tiles to work on.
+    in_kernel = len(factors) == 1 and _in_kernel(dy, x, dtype)
+    if tokens * (dy.shape[1] + x.shape[1]) >= (KERNEL_GAIN if in_kernel else 1) * dy.shape[1] * x.shape[1]:
+        return "slabs"
+    return "kernel" if in_kernel else "gram"
+
+
+def squared_norm(factors: Sequence[Factors], grad: Tensor | None, dtype: torch.dtype, way: Way) -> Tensor:
+    """‖grad + Σ dYᵀ x‖² as a 0-dimensional tensor of `dtype` on the factors' device, without waiting for it.
+
+    Args:
+        factors: At least one pair.
+        grad: A stored part of the gradient, or None.
+        dtype: Precision of sums and result.
+        way: What `best_way` said of these.
+    """
+    if way != "slabs":
+        pair = join(factors)
+        if len(factors) > 1 and _in_kernel(*pair, dtype):
+            way = "kernel"
+        return squared_norms([pair], dtype, way)[0]
     total = torch.zeros((), dtype=dtype, device=factors[0][0].device)
     for _, _, slab in slabs(factors, grad, dtype, slab_rows(factors[0][1].shape[1], factors[0][0].device)):
         total += torch.dot(slab.flatten(), slab.flatten())
     return total
 
 
-def by_gram(factors: Sequence[Factors], grad: Tensor | None) -> bool:
-    """Whether the norm of this gradient is best formed by `squared_norms`, from the tokens of all factors."""
-    if grad is not None or not factors:
-        return False
-    tokens, (dy, x) = sum(len(dy) for dy, _ in factors), factors[0]
-    # Several pairs are joined and go by themselves, so that the kernel has few tiles to work on.
-    gain = KERNEL_GAIN if len(factors) == 1 and _in_kernel(dy, x) else 1
-    return tokens * (dy.shape[1] + x.shape[1]) < gain * dy.shape[1] * x.shape[1]
-
-
-def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype) -> Tensor:
-    """‖dYᵀ x‖² of several layers with as many tokens, by Gram, [layers]; an x that follows itself is used once.
+def squared_norms(pairs: Sequence[Factors], dtype: torch.dtype, way: Way) -> Tensor:
+    """‖dYᵀ x‖² of several layers, by Gram, [layers]; an x that follows itself is used once.
 
     In few launches for all: they cost the host more than the device.
+
+    Args:
+        pairs: Of equally many tokens, and for the kernel of one dtype.
+        dtype: Precision of sums and result.
+        way: "kernel" or "gram", the same for all.
     """
-    ways: dict[torch.dtype | None, list[int]] = {}
-    for i, (dy, x) in enumerate(pairs):
-        in_kernel = dtype == torch.float32 and _in_kernel(dy, x)
-        ways.setdefault(dy.dtype if in_kernel else None, []).append(i)
-    formed = [
-        _stored([pairs[i] for i in places], dtype) if way is None else _fused([pairs[i] for i in places])
-        for way, places in ways.items()
-    ]
-    if len(formed) == 1:
-        return formed[0]
-    places = [i for some in ways.values() for i in some]
-    norms = dict(zip(places, torch.cat(formed).unbind(), strict=True))
-    return torch.stack([norms[i] for i in range(len(pairs))])
+    return _fused(pairs) if way == "kernel" else _stored(pairs, dtype)
 
 
 def _fused(pairs: Sequence[Factors]) -> Tensor:
@@ -77,8 +82,8 @@ def _fused(pairs: Sequence[Factors]) -> Tensor:
     return gram.squared_norms(pairs)
 
 
-def _in_kernel(dy: Tensor, x: Tensor) -> bool:
-    if not (dy.is_cuda and has_triton()):
+def _in_kernel(dy: Tensor, x: Tensor, dtype: torch.dtype) -> bool:
+    if dtype != torch.float32 or not (dy.is_cuda and has_triton()):
         return False
     from lightning_memopt.kernels import gram
 

@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models.linear_cross_entropy import IGNORE_INDEX, loss_at_head
+from lightning_memopt.optim.decay import decay_groups
 
 Schedule = Literal["cosine", "constant"]
 
@@ -154,7 +155,7 @@ class CausalLM(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer, without decay for biases and norms, and a schedule by optimizer step."""
-        optimizer = (self.make_optimizer or torch.optim.AdamW)(parameter_groups(self))
+        optimizer = (self.make_optimizer or torch.optim.AdamW)(decay_groups(self))
         if self.schedule == "constant" and not self.warmup_steps:
             return optimizer
         total = self.trainer.estimated_stepping_batches
@@ -232,19 +233,6 @@ def masks_nothing(mask: Tensor) -> bool:
     Looking makes the host wait for the GPU, as transformers does at every mask.
     """
     return not (mask.is_cuda and torch.cuda.is_current_stream_capturing()) and bool(mask.all())
-
-
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with the optimizer's own decay, the rest with none.
-
-    Biases and norm scales have one dimension or none; pulling them to zero only hurts.
-    """
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim > 1]},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def lr_factor(step: int, total_steps: int | None, warmup_steps: int, min_ratio: float) -> float:

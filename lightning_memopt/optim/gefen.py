@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.base import CheckedOptimizer
+from lightning_memopt.optim.decay import decay_groups
 from lightning_memopt.optim.shards import is_flat_shard
 
 # Options of torch's AdamW that choose between its implementations.
@@ -154,14 +155,8 @@ def gefen(
             and norms, whatever they are called) never decay.
         no_decay: Parts of names, in any case, of parameters without decay.
         options: See `Gefen`.
+
+    Raises:
+        UnsupportedError: See `lightning_memopt.optim.decay.decay_groups`.
     """
-    parts = tuple(part.lower() for part in no_decay)
-    named = [(name.lower(), param) for name, param in module.named_parameters() if param.requires_grad]
-    # A flat shard is a vector too, but may be a piece of a matrix: only its name tells.
-    spared = [
-        any(part in name for part in parts) or (param.ndim <= 1 and not is_flat_shard(param)) for name, param in named
-    ]
-    decay = [param for (_, param), spare in zip(named, spared, strict=True) if not spare]
-    rest = [param for (_, param), spare in zip(named, spared, strict=True) if spare]
-    groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
-    return Gefen([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay, **options)
+    return Gefen(decay_groups(module, no_decay), lr=lr, weight_decay=weight_decay, **options)

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memopt.errors import UnsupportedError
 
@@ -81,6 +81,25 @@ def sum_over_ranks(param: Tensor, values: Tensor) -> Tensor:
 def is_flat_shard(param: Tensor) -> bool:
     """Whether `param` is a piece of a flattened parameter of FSDP1, which has lost its rows."""
     return param.dim() == 1 and getattr(param, "_fsdp_flattened", False)
+
+
+def flattened_shapes(module: nn.Module) -> dict[nn.Parameter, torch.Size]:
+    """The shapes that parameters had before FSDP1 made flat shards of them, as far as they are known.
+
+    Each unit knows those of its own parameters if it keeps them (``use_orig_params``). Lightning wraps the
+    LightningModule itself, so the outermost unit is its Trainer's.
+    """
+    if not any(is_flat_shard(param) for param in module.parameters()):
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    outermost = getattr(getattr(module, "_trainer", None), "model", None) or module
+    shapes: dict[nn.Parameter, torch.Size] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(outermost):
+        flat = unit._flat_param
+        if flat is not None and flat._params is not None:
+            shapes |= zip(flat._params, flat._shapes, strict=True)
+    return shapes
 
 
 def as_rows(param: Tensor) -> Tensor:

@@ -7,68 +7,95 @@ one block are used while those of the next arrive. What a rank leaves for the ot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.backward.exchange import BLOCK_ELEMENTS
+from lightning_memopt.backward.exchange import BLOCK_ELEMENTS, sources
 from lightning_memopt.backward.shipping import BLOCKS
-from lightning_memopt.backward.traffic import exchange_bytes, reduce_bytes, shard_rows
+from lightning_memopt.backward.traffic import Layer, cheaper_routes, shard_rows
 from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.planning.live import LiveBytes
 
 
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """What is gathered and sent as one: the elements of lists of modules."""
-    return [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
+class Weight(Protocol):
+    """A weight whose factors are exchanged."""
+
+    param: nn.Parameter
+
+    def arrive(self, pair: Factors | None) -> None:
+        """This device's columns of dY, and x, over the tokens of all; None where it receives its rows of dW instead."""
 
 
 class Exchanged:
     """Factors of the blocks under way.
 
     Args:
-        module: Traced.
-        ranks: Devices that share it.
+        parts: Parameters that are gathered, and whose factors are sent, together; those of the last travel alone.
+        ranks: Devices that share the module.
         live: Counts what is received.
 
     Attributes:
         window: Bytes of the largest block that this rank has left for the others so far.
     """
 
-    def __init__(self, module: nn.Module, ranks: int, live: LiveBytes) -> None:
+    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], ranks: int, live: LiveBytes) -> None:
         self.ranks, self.live, self.window = ranks, live, 0
-        self._blocks: Mapping[nn.Parameter, int] = {
-            param: i for i, block in enumerate(blocks(module), 1) for param in block.parameters()
-        }
+        self._blocks: Mapping[nn.Parameter, int] = {param: i for i, params in enumerate(parts[:-1]) for param in params}
         self._block: int | None = None
-        self._left = 0
-        self._inputs: dict[Tensor, Tensor] = {}
-        # What was received of the block that is used, and of the one that arrives.
-        self._flying: deque[list[Tensor]] = deque(maxlen=2)
+        self._collected: list[tuple[Weight, Tensor, Tensor]] = []
+        # What was received of each block that is not used yet; and blocks of dW.
+        self._flying: deque[list[Tensor]] = deque()
+        self._reduced: Tensor | None = None
 
-    def receive(self, param: nn.Parameter, dy: Tensor, x: Tensor) -> Factors | None:
-        """This device's columns of dY, and x, over the tokens of all; None where it receives its rows of dW instead."""
-        block = self._blocks.get(param, 0)
-        if block != self._block or not block:  # what is in no block travels alone
-            self._block, self._left, self._inputs = block, 0, {}
-            self._flying.append([])
-        (rows, columns), tokens = param.shape, dy.numel() // max(1, dy.shape[-1])
-        moved = exchange_bytes((rows, columns), tokens, self.ranks, self.ranks, x.element_size(), x not in self._inputs)
-        if moved > reduce_bytes((rows, columns), self.ranks, self.ranks):
-            size = BLOCKS * min(param.numel(), BLOCK_ELEMENTS)
-            self._flying[-1] = [self._hold(torch.empty(size, dtype=torch.float32, device="meta"))]
-            return None
-        own = shard_rows(rows, self.ranks)
-        received = self._hold(dy.new_empty(self.ranks * tokens, own))
-        self._left += tokens * max(0, rows - own) * dy.element_size()
-        if x not in self._inputs:
-            self._inputs[x] = self._hold(x.new_empty(self.ranks * tokens, columns))
-            self._left += x.numel() * x.element_size()
-        self.window = max(self.window, self._left)
-        self._flying[-1] += [received, self._inputs[x]]
-        return received, self._inputs[x]
+    def send(self, weight: Weight, dy: Tensor, x: Tensor) -> None:
+        """Take over the factors of this device's tokens, until the block is through."""
+        block = self._blocks.get(weight.param)
+        if block is None or block != self._block:
+            self.flush()
+            while len(self._flying) > 1:  # used as the next block begins
+                self._flying.popleft()
+        self._block = block
+        self._collected.append((weight, dy, x))
+
+    def flush(self) -> None:
+        """Hand out what the layers collected so far receive."""
+        collected, self._collected = self._collected, []
+        if not collected:
+            return
+        first = sources([x for *_, x in collected])
+        layers = [_layer(*of, source) for of, source in zip(collected, first, strict=True)]
+        routes = cheaper_routes(layers, self.ranks, self.ranks)
+        reduced = [weight for (weight, *_), way in zip(collected, routes, strict=True) if way == "reduce"]
+        self._reduced = None
+        if reduced:
+            elements = min(max(weight.param.numel() for weight in reduced), BLOCK_ELEMENTS)
+            self._reduced = self._hold(torch.empty(BLOCKS * elements, dtype=torch.float32, device="meta"))
+        left, received = 0, dict[int, Tensor]()
+        self._flying.append([])
+        for (weight, dy, x), layer, way in zip(collected, layers, routes, strict=True):
+            if way == "reduce":
+                weight.arrive(None)
+                continue
+            rows, columns = layer.shape
+            own = shard_rows(rows, self.ranks)
+            left += layer.tokens * max(0, rows - own) * layer.itemsize
+            if layer.source not in received:
+                received[layer.source] = self._hold(x.new_empty(self.ranks * layer.tokens, columns))
+                left += x.nbytes
+            pair = self._hold(dy.new_empty(self.ranks * layer.tokens, own)), received[layer.source]
+            self._flying[-1] += pair
+            weight.arrive(pair)
+        self.window = max(self.window, left)
 
     def _hold(self, tensor: Tensor) -> Tensor:
         self.live.relabel(tensor, "factors")
         return tensor
+
+
+def _layer(weight: Weight, dy: Tensor, x: Tensor, source: int) -> Layer:
+    rows, columns = weight.param.shape
+    return Layer((rows, columns), len(dy), source, dy.element_size(), compute_dtype(weight.param).itemsize)

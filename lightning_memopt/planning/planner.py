@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.data import RandomTokens, TextDataModule
 from lightning_memopt.errors import MemOptError
-from lightning_memopt.planning.exchanged import blocks
 from lightning_memopt.planning.live import ROUNDING
 from lightning_memopt.planning.methods import METHODS, Groups, Holds, PlannedMethod, forged, stepped
 from lightning_memopt.planning.result import RESERVE, Kinds, MethodPlan, Plan
 from lightning_memopt.planning.trace import Route, Trace, trace
 from lightning_memopt.rules import RULES
 from lightning_memopt.run_config import WEIGHT_DTYPES, RunConfig
+from lightning_memopt.strategies import sharding
 
 DEFAULT_METHODS = (
     "adamw",
@@ -122,6 +122,7 @@ def _plan(
     own = _configured(module, config, strategy, optimizer)
     if own is not None:
         chosen = {CONFIGURED: own, **chosen}
+    wrap = getattr(strategy, "wrap", "auto")
     run = partial(
         trace,
         module,
@@ -130,11 +131,12 @@ def _plan(
         checkpoint=getattr(strategy, "checkpoint", ()),
         vocab_size=vocab_size,
         ranks=world_size,
+        wrap=wrap,
         micro_batches=micro_batches,
     )
     traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}
     count = _batch_size(batch)
-    shards = _Shards(module, world_size)
+    shards = _Shards(module, world_size, wrap)
     lines = []
     for key, method in chosen.items():
         holds = method.holds(module, groups)
@@ -189,15 +191,22 @@ def _quiet() -> Iterator[None]:
 
 
 class _Shards:
-    """Bytes of the module's weights on one of `world_size` devices, and of what is gathered to run a block."""
+    """Bytes of the module's weights on one of `world_size` devices, and of what is gathered to run a block.
 
-    def __init__(self, module: nn.Module, world_size: int) -> None:
+    Args:
+        module: On the meta device.
+        world_size: Devices that share it.
+        wrap: Its blocks, see `lightning_memopt.strategies.sharding.find_blocks`.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int, wrap: Sequence[str] | str) -> None:
         self.world_size = world_size
         self.all = _bytes([*module.parameters(), *module.buffers()])
-        # The block at work and the one fetched ahead are whole.
-        sizes = [_bytes(block.parameters()) for block in blocks(module)]
-        rest = self.all - sum(sizes)
-        self.gathered = 2 * max(sizes, default=0) + max(rest, 0) if world_size > 1 else 0
+        self.gathered = 0
+        if world_size > 1:
+            # The block at work and the one fetched ahead are whole, and so is the root.
+            sizes = [_bytes(params) for params in sharding.parts(module, wrap)[:-1]]
+            self.gathered = 2 * max(sizes, default=0) + self.all - sum(sizes)
 
     def share(self, size: int) -> int:
         """One device's part."""

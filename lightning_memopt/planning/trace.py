@@ -22,7 +22,7 @@ from lightning_memopt.planning.exchanged import Exchanged
 from lightning_memopt.planning.live import Bytes, LiveBytes
 from lightning_memopt.planning.stand_ins import stand_ins
 from lightning_memopt.run_config import default_dtype
-from lightning_memopt.strategies import checkpointing
+from lightning_memopt.strategies import checkpointing, sharding
 
 # What becomes of gradients: stored until the step; each consumed when it is complete; never formed, but consumed from
 # their factors; or kept as factors until a norm is known.
@@ -96,22 +96,33 @@ class _Slot:
         """Uses do not matter here."""
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
-        """Keep the pair, or where those of all micro-batches are larger than the gradient, that."""
-        pair, most = self._received(dy, x)
+        """Keep the pair, or hand it on to where those of all devices meet."""
+        if self.updater.exchanged is None:
+            self._keep((dy, x), self._gradient_bytes)
+        else:
+            self.updater.exchanged.send(self, dy, x)
+        return True
+
+    def arrive(self, pair: Factors | None) -> None:
+        """Keep the factors of this device's rows, or the gradient of these rows where that is what arrives."""
+        assert self.updater.exchanged is not None
+        self._keep(pair, self.param.nbytes // self.updater.exchanged.ranks)
+
+    def _keep(self, pair: Factors | None, most: int) -> None:
+        """Keep the pair, or where those of all micro-batches take more bytes than `most`, the gradient."""
         earlier = self.updater.earlier
         if not self.updater.keep and not earlier:
-            return True
+            return
         if self.folded or pair is None or (earlier + 1) * sum(t.nbytes for t in pair) > most:
             if not self.folded:
                 self._fold()
-            return True
+            return
         self.updater.hold(pair)
         if not self.updater.keep:
-            return True
+            return
         for tensor in pair:
             self.updater.live.relabel(tensor, "factors")
         self.updater.kept.append(pair)
-        return True
 
     @property
     def _gradient_bytes(self) -> int:
@@ -127,13 +138,6 @@ class _Slot:
         buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
         self.updater.live.relabel(buffer, "gradients")
         self.updater.kept.append(buffer)
-
-    def _received(self, dy: Tensor, x: Tensor) -> tuple[Factors | None, int]:
-        """The factors of this device's rows, if it has any, and the bytes from which on their gradient is kept."""
-        if self.updater.exchanged is None:
-            return (dy, x), self._gradient_bytes
-        pair = self.updater.exchanged.receive(self.param, dy, x)
-        return pair, self.param.numel() * self.param.element_size() // self.updater.exchanged.ranks
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
         """Keep the looked-up rows' gradient."""
@@ -152,6 +156,7 @@ def trace(
     checkpoint: Sequence[str] = (),
     vocab_size: int | None = None,
     ranks: int = 1,
+    wrap: Sequence[str] | str = "auto",
     micro_batches: int = 1,
 ) -> Trace:
     """Run ``training_step`` and backward on the meta device.
@@ -164,6 +169,7 @@ def trace(
         checkpoint: Name patterns of modules that run again in backward, see `lightning_memopt.ForgeStrategy`.
         vocab_size: By which logits are told from other activations.
         ranks: Devices that share the module, of which one is traced.
+        wrap: What they gather together, see `lightning_memopt.strategies.sharding.find_blocks`.
         micro_batches: Batches of a step, of which the last is traced.
 
     Raises:
@@ -173,7 +179,7 @@ def trace(
     weights = [*module.parameters(), *module.buffers()]
     batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*weights, *batch_tensors], vocab_size)
-    exchanged = Exchanged(module, ranks, live) if ranks > 1 else None
+    exchanged = Exchanged(sharding.parts(module, wrap), ranks, live) if ranks > 1 else None
     slots = Slots(live, route == "deferred", exchanged, micro_batches - 1)
     changed: list[nn.Module] = []
     handles = []
@@ -198,6 +204,8 @@ def trace(
                 live.sample()
                 forward = len(live.samples)
                 loss.backward()
+                if exchanged is not None:
+                    exchanged.flush()
                 del loss
             live.sample()
             window = exchanged.window if exchanged is not None else 0

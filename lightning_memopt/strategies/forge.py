@@ -155,11 +155,6 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         self.post_backward(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What a checkpoint holds of it; of a state that was cleared since the last step, what the next begins with."""
-        self.updater.filled_states(optimizer)
-        return super().optimizer_state(optimizer)
-
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file, written by any number of devices.
 

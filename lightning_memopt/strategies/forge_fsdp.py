@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -267,11 +268,9 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As on one device; the state of all ranks, under parameter names."""
-        self.updater.filled_states(optimizer)  # before they take another form
-        with portable.portable(optimizer):
-            return super().optimizer_state(optimizer)
+    def _states_to_save(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, states are in the form that all ranks write alike."""
+        return portable.portable(optimizer)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder or a single file, written by any number of ranks.

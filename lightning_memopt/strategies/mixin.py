@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -321,6 +321,16 @@ class ForgeMixin(Strategy):
                 return
             raise UpdateError(message)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What a checkpoint holds of it; of a state that was cleared since the last step, what the next begins with."""
+        self.updater.filled_states(optimizer)
+        with self._states_to_save(optimizer):
+            return super().optimizer_state(optimizer)
+
+    def _states_to_save(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, the optimizer's states, all of which are there, are in the form that a checkpoint holds."""
+        return nullcontext()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load, then complete what plain optimizers leave out of their states.

@@ -7,7 +7,6 @@ rows, and only then turned into what the run's own optimizer keeps; torch's load
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _load_checkpoint
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -31,6 +29,7 @@ from lightning_memopt.optim.gefen_columns import SCALE
 from lightning_memopt.optim.shards import local
 from lightning_memopt.sparsity import portable
 from lightning_memopt.sparsity.state import COHORT
+from lightning_memopt.strategies.aside import aside, completing, remove, take_place
 
 # In a folder that is being written.
 INCOMPLETE = "INCOMPLETE"
@@ -52,45 +51,37 @@ class CompleteCheckpoints(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
             raise IsADirectoryError(f"{path} is a folder, but not of a checkpoint; it is left as it is.")
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, path, storage_options)  # written later, so it cannot be renamed here
-            return
-        partial = path.with_name(path.name + ".partial")
+        save = self._save_folder if self._save_distributed_checkpoint else self._save_file
+        save(checkpoint, path, storage_options)
+        self.barrier()
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
+        partial = aside(path)
         if self.global_rank == 0:
-            _remove(partial)
-            if self._save_distributed_checkpoint:
-                partial.mkdir(parents=True)
-                (partial / INCOMPLETE).touch()
+            remove(partial)
+            partial.mkdir(parents=True)
+            (partial / INCOMPLETE).touch()
         self.barrier()
         super().save_checkpoint(checkpoint, partial, storage_options)
         self.barrier()
         if self.global_rank == 0:
-            if self._save_distributed_checkpoint:
-                (partial / INCOMPLETE).unlink()
-            _replace(path, partial)
-        self.barrier()
+            (partial / INCOMPLETE).unlink()
+            take_place(path)
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
+        self.barrier()  # all ranks have given what it holds of them
+        if self.global_rank == 0:
+            completing(self.checkpoint_io).save_checkpoint(checkpoint, path, storage_options)
+
+    def teardown(self) -> None:
+        """Also wait for what other threads write, and raise what went wrong there, which Lightning's leaves out."""
+        super().teardown()
+        self.checkpoint_io.teardown()
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether this is the folder of a sharded checkpoint."""
     return any((folder / name).is_file() for name in CLOSING)
-
-
-def _replace(path: Path, new: Path) -> None:
-    """Rename `new` to `path`: a file over a file at once, else what was there is kept until then under another name."""
-    old = path.with_name(path.name + ".old")
-    if path.is_dir() or (path.exists() and new.is_dir()):
-        _remove(old)
-        path.rename(old)
-    new.replace(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def refuse_incomplete(path: Path) -> None:

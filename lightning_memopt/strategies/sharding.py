@@ -62,6 +62,17 @@ def _holds_layers(module: nn.Module) -> bool:
     return any(next(child.parameters(), None) is not None for child in module.children())
 
 
+def parts(root: nn.Module, wrap: Sequence[str] | str) -> list[list[nn.Parameter]]:
+    """Parameters that are gathered together: of each block, what no block inside of it has, and last, of the root."""
+    taken: set[nn.Parameter] = set()
+    found = []
+    for module in (*find_blocks(root, wrap), root):
+        own = [param for param in module.parameters() if param not in taken]
+        taken.update(own)
+        found.append(own)
+    return found
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether the user sharded (a part of) the module already."""
     return any(isinstance(part, FSDPModule) for part in module.modules())

@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import lightning_memopt as memopt
 from lightning_memopt.compat import CASES
 from lightning_memopt.sparsity import state as states
+from lightning_memopt.sparsity.state import ENTRIES
 
 # Many tests update the topology more often than anyone would.
 pytestmark = pytest.mark.filterwarnings("ignore:SMET. warmup_steps")
@@ -336,6 +337,50 @@ def test_what_torch_loads_is_refused(hook: str) -> None:
 
     with pytest.raises(memopt.UnsupportedError, match="cast the state of net"):
         train(smet(update_every=5), Clears(reload, hook), steps=6)
+
+
+def zero_all(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    """All that a state holds, as of a dense weight."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES[:3], None])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_before_backward"])
+def test_masks_and_ages_that_are_zeroed_in_place_are_refused(hook: str, entry: str | None) -> None:
+    """Before the step's checkpoint: nothing else knows which weights are active."""
+
+    def zero(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+        if entry is None:
+            zero_all(optimizer, weights)
+        else:
+            optimizer.state[weights[1]][entry].zero_()
+
+    name = rf"{entry} of {SPARSE[1]}" if entry else rf"{ENTRIES[0]} of {SPARSE[0]}"
+    with pytest.raises(memopt.UpdateError, match=rf"{name} was written to .* optimizer\.state\.clear\(\) keeps"):
+        train(smet(update_every=5), Clears(zero, hook), steps=6)
+
+
+def test_moments_may_be_zeroed_in_place() -> None:
+    """They begin anew, at the mask and the ages that they had."""
+
+    def zero(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+        for weight in weights:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[weight][moment].zero_()
+
+    run = train(callback := smet(update_every=5), Clears(zero, "training_step"), steps=17)
+    assert run.trainer.global_step == 17 and int(callback.ages[SPARSE[0]].max()) == 17
+
+
+def test_a_second_fit_of_masks_that_were_zeroed_is_refused() -> None:
+    """It would draw others, and zero what was trained."""
+    run = train(callback := smet(update_every=5), steps=6)
+    zero_all(run.optimizer, [])
+    with pytest.raises(memopt.UpdateError, match="which weights are active"):
+        train(callback, run.module, steps=12)
 
 
 def test_a_run_ends_well_after_torch_has_loaded() -> None:

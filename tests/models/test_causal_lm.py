@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.models import LlamaModule, causal_lm
-from lightning_memopt.models.causal_lm import lr_factor, parameter_groups, targets_of
+from lightning_memopt.models.causal_lm import lr_factor, targets_of
 
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
 
@@ -33,16 +33,6 @@ def test_warmup_and_cosine():
 
 def test_constant_after_warmup():
     assert [lr_factor(step, None, 2, 0.1) for step in (0, 1, 2, 1000)] == [0.5, 1.0, 1.0, 1.0]
-
-
-def test_norms_and_biases_do_not_decay():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
-    module[1].bias.requires_grad = False
-    matrices, rest = parameter_groups(module)
-    assert matrices["params"] == [module[0].weight]
-    assert "weight_decay" not in matrices
-    assert [id(p) for p in rest["params"]] == [id(module[0].bias), id(module[1].weight)]
-    assert rest["weight_decay"] == 0.0
 
 
 def test_learning_rate_follows_the_schedule_by_step():

@@ -389,23 +389,68 @@ def test_sharded_lines_have_their_names(capsys):
     assert "at least one device" in capsys.readouterr().err
 
 
+class Pair(nn.Module):
+    """Two layers with one input."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.a, self.b = (nn.Linear(256, rows, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+class Blocks(pl.LightningModule):
+    """Square blocks in a row, in a list or in sequence."""
+
+    def __init__(self, kind, *blocks):
+        super().__init__()
+        self.blocks = kind(blocks) if kind is nn.ModuleList else kind(*blocks)
+
+    def training_step(self, batch, _):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
 def test_factors_of_two_blocks_are_under_way():
     """Of square layers of 256, with 8 tokens on each of 2 devices: 16 tokens of x and of half of dY."""
 
-    class Blocks(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(4))
-
-        def training_step(self, batch, _):
-            for block in self.blocks:
-                batch = block(batch)
-            return batch.sum()
-
-    ends = [trace(on_meta(Blocks(), None), torch.randn(8, 256), route, ranks=2).end for route in ("fused", "deferred")]
+    module = Blocks(nn.ModuleList, *(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(4)))
+    ends = [trace(on_meta(module, None), torch.randn(8, 256), route, ranks=2).end for route in ("fused", "deferred")]
     received, left = 16 * (256 + 128) * 4, 8 * (256 + 128) * 4
     assert ends[0].factors == 2 * received + left
     assert ends[1].factors == 4 * received + left
+
+
+def test_layers_of_one_input_take_one_route_as_in_training():
+    """Alone each would receive its rows of dW, which is less than x; together x is received once."""
+
+    class Beside(Blocks):
+        def training_step(self, batch, _):
+            return sum(block(batch).sum() for block in self.blocks)
+
+    module = Beside(nn.ModuleList, *(Pair(64) for _ in range(2)))
+    end = trace(on_meta(module, None), torch.randn(4, 10, 256), "fused", ranks=2).end
+    received, left = 2 * (80 * 256 + 2 * 80 * 32) * 4, 40 * (256 + 2 * 32) * 4
+    assert end.factors == received + left
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_what_is_gathered_together_is_what_the_strategy_shards(kind):
+    """Of four blocks of two layers, half lies here, and two are whole; by `wrap` one layer may be a block."""
+    module, batch = Blocks(kind, *(Pair(256) for _ in range(4))), torch.randn(8, 256)
+    plan = partial(memopt.plan, module, batch, methods=["forge_adamw"], world_size=2)
+    assert plan()["forge_adamw"].bytes.weights == (4 + 4) * WEIGHT
+    strategy = memopt.ForgeFSDPStrategy(wrap=["Linear"])
+    assert plan(strategy=strategy)["forge_adamw"].bytes.weights == (4 + 2) * WEIGHT
+    both = memopt.ForgeFSDPStrategy(wrap=["Pair", "Linear"])  # then a pair has nothing of its own
+    assert plan(strategy=both)["forge_adamw"].bytes.weights == (4 + 2) * WEIGHT
+    with pytest.raises(MemOptError, match="no Linaer"):
+        plan(strategy=memopt.ForgeFSDPStrategy(wrap=["Linaer"]))
 
 
 def test_few_rows_are_received_as_gradients():

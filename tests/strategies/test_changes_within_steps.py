@@ -252,3 +252,19 @@ def test_a_change_after_a_first_update_is_refused() -> None:
             with updater.backward(loss, queue=False):
                 loss.backward()
             optimizer.param_groups[0]["lr"] = 0.5
+
+
+def test_a_step_that_closes_reads_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading groups and states takes the host time, and the next step begins with it."""
+    net, reads, facts = Net(), list[int](), Updater._facts
+    monkeypatch.setattr(Updater, "_facts", lambda self, optimizer: reads.append(1) or facts(optimizer))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    updater.attach(net, [optimizer])
+    with updater.armed(optimizer, 0):
+        loss = net(torch.ones(2, 8)).sum()
+        with updater.backward(loss, queue=False):
+            loss.backward()
+        updater.finish()
+        before = len(reads)
+    assert before == len(reads) > 0

@@ -16,7 +16,7 @@ import lightning_memopt as memopt
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
 from lightning_memopt.kernels import norms
-from lightning_memopt.kernels.norms import squared_norm, squared_norm_lookup, squared_norms
+from lightning_memopt.kernels.norms import best_way, squared_norm, squared_norm_lookup, squared_norms
 
 ALWAYS, NEVER = 0.05, 100.0
 SHORT_WINDOW = {"accumulate_grad_batches": 3, "max_epochs": 9}  # 25 batches: the last window of an epoch holds one
@@ -288,7 +288,7 @@ def test_squared_norm(tokens: int, out: int, inputs: int, parts: int) -> None:
     gradient = sum(dy.t() @ x for dy, x in factors)
     assert isinstance(gradient, torch.Tensor)
     for grad, whole in ((None, gradient), (stored, gradient + stored)):
-        result = squared_norm(factors, grad, torch.float64)
+        result = squared_norm(factors, grad, torch.float64, best_way(factors, grad, torch.float64))
         torch.testing.assert_close(result, whole.square().sum(), rtol=1e-12, atol=1e-12)
 
 
@@ -298,38 +298,46 @@ def test_squared_norms_of_several_layers() -> None:
     x, other = torch.randn(5, 40, dtype=torch.float64), torch.randn(5, 30, dtype=torch.float64)
     pairs = [(torch.randn(5, n, dtype=torch.float64), x if n != 20 else other) for n in (30, 40, 20, 50, 60)]
     expected = torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
-    torch.testing.assert_close(squared_norms(pairs, torch.float64), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(squared_norms(pairs, torch.float64, "gram"), expected, rtol=1e-12, atol=0)
 
 
 def test_layers_that_the_kernel_does_not_take_are_formed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only they: of others, as many as there are go into its launches."""
-    torch.manual_seed(0)
-    pairs = [(torch.randn(5, n), torch.randn(5, 40)) for n in (32, 7, 48, 64, 9)]
-    fused: list[int] = []
+    """And only they: of others, as many as there are go into its launches. Each layer is asked about once in a step."""
 
-    def in_kernel(pairs: Any) -> torch.Tensor:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(40, n, bias=False) for n in (32, 7, 48, 64, 9))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([layer(x) for layer in self.layers], 1)
+
+    fused, asked = list[int](), list[int]()
+
+    def fake_kernel(pairs: Any) -> torch.Tensor:
         fused.append(len(pairs))
         return torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
 
-    monkeypatch.setattr(norms, "_in_kernel", lambda dy, x: dy.shape[1] % 8 == 0)
-    monkeypatch.setattr(norms, "_fused", in_kernel)
-    expected = torch.stack([(dy.t() @ x).square().sum() for dy, x in pairs])
-    torch.testing.assert_close(squared_norms(pairs, torch.float32), expected)
-    assert fused == [3]
-    torch.testing.assert_close(
-        squared_norms([(dy.double(), x.double()) for dy, x in pairs], torch.float64), expected.double()
-    )
-    assert fused == [3]
+    def in_kernel(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> bool:
+        asked.append(dy.shape[1])
+        return dy.shape[1] % 8 == 0
+
+    monkeypatch.setattr(norms, "_in_kernel", in_kernel)
+    monkeypatch.setattr(norms, "_fused", fake_kernel)
+    make = partial(Module, Mixed, loss=square_loss)
+    assert_equal_runs(make, 1e-6, partial(vectors, 40), gradient_clip_val=ALWAYS, max_steps=3)
+    assert fused == [3] * 3
+    assert sorted(asked) == sorted([32, 7, 48, 64, 9] * 3)
 
 
 def test_the_kernel_s_gain_counts_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between both limits, one pair of factors that the kernel takes, and no others."""
     pair = torch.zeros(24, 40), torch.zeros(24, 40)
-    assert not norms.by_gram([pair], None)
-    monkeypatch.setattr(norms, "_in_kernel", lambda dy, x: True)
-    assert norms.by_gram([pair], None)
-    assert not norms.by_gram([(dy[:12], x[:12]) for dy, x in [pair] * 2], None)
-    assert not norms.by_gram([pair], torch.zeros(40, 40))
+    assert best_way([pair], None, torch.float32) == "slabs"
+    monkeypatch.setattr(norms, "_in_kernel", lambda dy, x, dtype: True)
+    assert best_way([pair], None, torch.float32) == "kernel"
+    assert best_way([(dy[:12], x[:12]) for dy, x in [pair] * 2], None, torch.float32) == "slabs"
+    assert best_way([pair], torch.zeros(40, 40), torch.float32) == "slabs"
 
 
 @pytest.mark.parametrize("padding", [-1, 2])

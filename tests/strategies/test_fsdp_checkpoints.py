@@ -7,13 +7,17 @@ import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import Module
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from sharded import (
     Deep,
     Ranks,
@@ -28,6 +32,7 @@ from sharded import (
 from torch.optim import AdamW
 
 import lightning_memopt as memopt
+from lightning_memopt.strategies.aside import completing
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": partial(AdamW, lr=3e-3),
@@ -192,6 +197,68 @@ def test_a_checkpoint_replaces_one_of_the_other_form(ranks: dict[int, Ranks], tm
         for error in two.attempt(train, make, strategy, save=tmp_path, **FIVE):
             assert isinstance(error, IsADirectoryError) and "not of a checkpoint" in str(error)
     assert [*tmp_path.iterdir()] == [path]
+
+
+class Twice(pl.Callback):
+    """Saves after three steps, and again after five."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (2, 4):
+            trainer.save_checkpoint(self.path)
+
+
+def train_and_break_off(path: Path, later: list[Any], breaks: bool) -> dict[str, Any]:
+    """Train with saves in another thread, of which the second breaks off in the middle of the file."""
+    calls = count()
+
+    def save(checkpoint: Any, into: Any) -> None:
+        torch.save(checkpoint, into)
+        if next(calls) and breaks:
+            os.truncate(into, os.path.getsize(into) // 2)
+            raise OSError("no space left on device")
+
+    io = AsyncCheckpointIO(*later)
+    with mock.patch("lightning.fabric.plugins.io.torch_io._atomic_save", save):
+        options: dict[str, Any] = {"callbacks": [Twice(path)], "plugins": [io], "max_steps": 6}
+        return train(partial(Module, net=Deep), FORMATS["file"], **options)
+
+
+@pytest.mark.parametrize("later", [[], [TorchCheckpointIO()]], ids=["alone", "given"])
+def test_a_save_in_another_thread_leaves_the_last_complete_file(
+    ranks: dict[int, Ranks], later: list[Any], tmp_path: Path
+) -> None:
+    """Of which there is one under the name at any time, also where a folder was."""
+    make, path = partial(Module, net=Deep), tmp_path / "last.ckpt"
+    ranks[1](train, make, FORMATS["folder"], save=path, **FIVE)
+    assert path.is_dir()
+    (error,) = ranks[1].attempt(train_and_break_off, path, later, breaks=True)
+    assert isinstance(error, OSError) and "no space left" in str(error)
+    assert path.is_file() and ranks[1](train, make, ckpt_path=path, max_steps=4)[0]["step"] == 4
+    assert torch.load(path, weights_only=False)["global_step"] == 3
+    ranks[2](train_and_break_off, path, later, breaks=False)
+    assert torch.load(path, weights_only=False)["global_step"] == 5
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_wrappers_of_wrappers_give_files_their_names_once_complete(tmp_path: Path) -> None:
+    """However often they are asked to: what writes in the end does so once."""
+    io: Any = _WrappingCheckpointIO(_WrappingCheckpointIO(TorchCheckpointIO()))
+    assert completing(completing(io)) is io
+    assert completing(innermost := io.checkpoint_io.checkpoint_io) is innermost
+    seen = list[list[str]]()
+
+    def save(checkpoint: Any, into: Path) -> None:
+        torch.save(checkpoint, into)
+        seen.append([path.name for path in tmp_path.iterdir()])
+
+    with mock.patch("lightning.fabric.plugins.io.torch_io._atomic_save", save):
+        io.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
+    assert seen == [["a.ckpt.partial"]] and io.load_checkpoint(tmp_path / "a.ckpt") == {"step": 1}
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_incomplete_folders_are_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:

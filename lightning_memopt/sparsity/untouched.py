@@ -1,0 +1,73 @@
+"""That nobody else writes into masks and ages of sparse weights, as code does that zeroes optimizer states in place.
+
+Which weights are active is known nowhere else, so what was overwritten cannot be brought back. torch counts the writes
+into every tensor on the host: comparing these counts asks no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from lightning_memopt.errors import UpdateError
+from lightning_memopt.sparsity.bits import chunks, unpack
+from lightning_memopt.sparsity.layer import SparseLayer
+from lightning_memopt.sparsity.state import COHORT, INDEX, MASK
+
+
+class Untouched:
+    """Masks and ages as they were when last noted."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def note(self, layers: Iterable[SparseLayer]) -> None:
+        """Take what there is now for right."""
+        self.forget()
+        for layer in layers:
+            state = layer.slot.state
+            for entry in (MASK, INDEX, COHORT):
+                if entry in state and not state[entry].is_inference():  # whose writes are not counted
+                    self._names.append(f"{entry} of {layer.slot.name}")
+                    self._tensors.append(state[entry])
+        self._versions = _versions(self._tensors)
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            UpdateError: Something was written to since.
+        """
+        versions = _versions(self._tensors)
+        if versions != self._versions:
+            known = zip(self._names, versions, self._versions, strict=True)
+            raise _lost(next(name for name, now, then in known if now != then))
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._names, self._tensors, self._versions = [], [], []
+
+
+def check_count(layer: SparseLayer) -> None:
+    """See to it that a mask has as many active weights as its state is of; waits for the device.
+
+    Raises:
+        UpdateError: It has not.
+    """
+    parts = chunks(layer.shard.count)
+    if sum(int(unpack(layer.bits, start, stop).sum()) for start, stop in parts) != layer.own:
+        raise _lost(f"{MASK} of {layer.slot.name}")
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _lost(name: str) -> UpdateError:
+    return UpdateError(
+        f"SMET: {name} was written to in the optimizer's state, so which weights are active, or how old they are, is "
+        "lost. To begin moments anew do not zero states in place; optimizer.state.clear() keeps the masks."
+    )
