@@ -20,7 +20,7 @@ from kernel_cases import (
     make_update,
     twin,
 )
-from sparse_cases import sparsify
+from sparse_cases import place_ages, sparsify
 
 import lightning_memopt as memopt
 from lightning_memopt.backward.scalars import StepScalars
@@ -188,7 +188,8 @@ def test_launches_are_remembered(rule, device, monkeypatch) -> None:
     again = replace(twin(update, None), memory=Memory())
     for step in range(4):
         ages = update.active.ages
-        ages.table, ages.rows = None, [(row[0] * 0.9, *row[1:]) for row in ages.rows]
+        ages.rows = [(row[0] * 0.9, *row[1:]) for row in ages.rows]
+        place_ages(update)
         if step == 2:
             again.state |= {key: value.clone() for key, value in again.state.items() if value.dim()}
         for one in (update, again):
