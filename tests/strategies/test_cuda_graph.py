@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +16,10 @@ from torch import nn
 import lightning_memopt as memopt
 from lightning_memopt.backward import Clip, Updater
 from lightning_memopt.backward.clipping import NO_CLIP
+from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
+from lightning_memopt.sparsity.layer import Settings, SparseLayer
+from lightning_memopt.sparsity.state import STEPS
 from lightning_memopt.strategies import step_graph
 from lightning_memopt.strategies.step_graph import EAGER_STEPS, PATIENCE, CaptureError, StepGraph, StepGraphs
 
@@ -93,15 +96,37 @@ def counts(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(state["step"]) for state in optimizer.state.values()]
 
 
-def test_a_capture_that_breaks_off_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers above the place where it broke off were captured, not updated."""
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that hold nothing: what is captured runs at once, what is replayed does not run."""
     fake = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None, replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "default_generators", [fake])
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+
+
+def sparse_layers(updater: Updater, growth: Any = "random") -> list[SparseLayer]:
+    """Has all matrices that `updater` is attached to be sparse; returns where they will be found."""
+    layers: list[SparseLayer] = []
+
+    def sparse(slot: Slot) -> SparseLayer | None:
+        if slot.param.dim() != 2:
+            return None
+        layers.append(SparseLayer(slot, 0.5, Settings(growth, 4, "sqrt", "age", 1, 0)))
+        layers[-1].start(None)
+        return layers[-1]
+
+    updater.sparsity = sparse
+    return layers
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_capture_that_breaks_off_counts_nothing(sparse: bool) -> None:
+    """Layers above the place where it broke off were captured, not updated."""
     breaks = [False]
 
     def wait(dy: torch.Tensor) -> None:
@@ -111,6 +136,7 @@ def test_a_capture_that_breaks_off_counts_nothing(monkeypatch: pytest.MonkeyPatc
     module = Module(net=partial(Deep, wait))
     optimizer = torch.optim.NAdam(module.parameters(), lr=0.0)
     updater = Updater("nearest", "auto", "raise", "param", 0)
+    layers = sparse_layers(updater) if sparse else []
     updater.attach(module, [optimizer])
 
     def step(batch: torch.Tensor) -> None:
@@ -128,6 +154,59 @@ def test_a_capture_that_breaks_off_counts_nothing(monkeypatch: pytest.MonkeyPatc
     assert counts(optimizer) == [1.0] * 4
     products = {float(state["mu_product"]) for state in optimizer.state.values()}
     assert len(products) == 1
+    assert [layer.state[STEPS] for layer in layers] == [1] * len(layers) and len(layers) == 2 * sparse
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_replay_counts_what_the_capture_did_not() -> None:
+    """Steps of parameters, and updates of sparse weights, by which their ages go."""
+    module = Module(net=partial(Deep, lambda dy: None))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    layers = sparse_layers(updater)
+    updater.attach(module, [optimizer])
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = module.net(batch).sum()
+        with updater.backward(loss, queue=False):
+            loss.backward()
+        updater.finish()
+        return loss.detach()
+
+    batch = torch.ones(2, 8)
+    graph = StepGraph(updater, module, batch)
+    for number in range(3):
+        with updater.armed(optimizer, number):
+            if number == 0:
+                graph.capture(step, None)
+                assert [layer.state[STEPS] for layer in layers] == [0, 0] and counts(optimizer) == [0.0] * 4
+            graph.replay(batch)
+            assert updater.dirty
+        assert [layer.state[STEPS] for layer in layers] == [number + 1] * 2
+        assert [layer.stepped for layer in layers] == [number] * 2
+        assert counts(optimizer) == [number + 1.0] * 4
+
+
+class Stub:
+    """A captured step that is none."""
+
+    made: ClassVar[list[Stub]] = []
+
+    def __init__(self, *_: Any) -> None:
+        self.made.append(self)
+        self.graph = SimpleNamespace(pool=lambda: None)
+
+    def capture(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Stub]:
+    """All graphs that were captured, which are stubs."""
+    Stub.made.clear()
+    monkeypatch.setattr(step_graph, "StepGraph", Stub)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Stub.made
 
 
 class Thaw(pl.Callback):
@@ -140,21 +219,9 @@ class Thaw(pl.Callback):
             weight.data = weight.data.clone()
 
 
-def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Any] = []
+def test_graphs_are_dropped_when_what_they_hold_changes(captured: list[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(step_graph, "rank_zero_info", said.append)
-
-    class Stub:
-        def __init__(self, *_: Any) -> None:
-            captured.append(self)
-            self.graph = SimpleNamespace(pool=lambda: None)
-
-        def capture(self, *_: Any) -> None:
-            pass
-
-    monkeypatch.setattr(step_graph, "StepGraph", Stub)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].requires_grad_(False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -189,6 +256,37 @@ def test_graphs_are_dropped_when_what_they_hold_changes(monkeypatch: pytest.Monk
         moved()
         steps()
     assert len(said) == 1
+
+
+def test_a_step_that_collects_gradients_runs_eagerly(captured: list[Stub]) -> None:
+    """How many are collected is known afterwards only. The graph stays, and serves the steps that follow."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    updater = Updater("nearest", "auto", "raise", "param", 0)
+    layers = sparse_layers(updater, "gradient")
+    updater.attach(module, [optimizer])  # type: ignore[arg-type]
+    graphs = StepGraphs(updater, module, strict=True)  # type: ignore[arg-type]
+
+    def step(number: int) -> Any:
+        with updater.armed(optimizer, number):
+            graph = graphs.graph_for(1, lambda batch: None)
+            loss = module(torch.randn(4, 8)).square().sum()
+            with updater.backward(loss, queue=False):
+                loss.backward()
+        return graph
+
+    assert [step(number) for number in range(EAGER_STEPS)] == [None] * EAGER_STEPS
+    graph = step(EAGER_STEPS)
+    for number in range(10, 13):
+        assert step(number) is graph
+        masks = [layer.mask() for layer in layers]
+        for layer in layers:
+            layer.collect(0.3)
+        assert step(number) is None
+        for layer, mask in zip(layers, masks, strict=True):
+            layer.change(0.3, number, updater.storage(layer.slot))
+            assert not torch.equal(layer.mask(), mask)
+    assert step(13) is graph and captured == [graph]
 
 
 def test_a_state_that_is_never_final_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
