@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_memopt as memopt
 from lightning_memopt.backward import Clip, Updater
+from lightning_memopt.backward.ages import StepAges
 from lightning_memopt.backward.clipping import NO_CLIP
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.callbacks import GradNorm
@@ -345,16 +346,12 @@ def run(optimizer: Any, graph: Any, **options: Any) -> Any:
         "precision": "bf16-true",
         "gradient_clip_val": 0.5,
     } | options
-    return fit(module, memopt.ForgeStrategy(cuda_graph=graph), tokens(25, 64), **options)
+    strategy = memopt.ForgeStrategy(cuda_graph=graph, kernel=options.pop("kernel", "auto"))
+    return fit(module, strategy, tokens(25, 64), **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true", "bf16-mixed"])
-@pytest.mark.parametrize("rule", GRAPH_RULES)
-def test_same_bits(rule: str, precision: str) -> None:
-    """Weights, states, logs and step counts of 50 steps, for every rule."""
-    eager = run(GRAPH_RULES[rule], False, precision=precision)
-    graphed = run(GRAPH_RULES[rule], True, precision=precision)
+def assert_same_run(eager: Any, graphed: Any) -> None:
+    """To the last bit, and in all that is counted."""
     assert all(torch.equal(w, graphed.weights[name]) for name, w in eager.weights.items())
     states = zip(eager.optimizer.state.values(), graphed.optimizer.state.values(), strict=True)
     for ours, theirs in states:
@@ -365,13 +362,23 @@ def test_same_bits(rule: str, precision: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the first steps are replays, and none of them waits for the GPU."""
-    replays = []
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true", "bf16-mixed"])
+@pytest.mark.parametrize("rule", GRAPH_RULES)
+def test_same_bits(rule: str, precision: str) -> None:
+    """Weights, states, logs and step counts of 50 steps, for every rule."""
+    eager = run(GRAPH_RULES[rule], False, precision=precision)
+    graphed = run(GRAPH_RULES[rule], True, precision=precision)
+    assert_same_run(eager, graphed)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
+    """The graph of every step that was replayed; one that waits for the GPU fails."""
+    replayed: list[StepGraph] = []
     plain = StepGraph.replay
 
     def replay(self: StepGraph, batch: Any) -> Any:
-        replays.append(self)
+        replayed.append(self)
         torch.cuda.set_sync_debug_mode("error")
         try:
             return plain(self, batch)
@@ -379,8 +386,110 @@ def test_replays_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(StepGraph, "replay", replay)
+    return replayed
+
+
+@pytest.mark.gpu
+def test_replays_and_does_not_wait(replays: list[StepGraph]) -> None:
+    """All but the first steps are replays, and none of them waits for the GPU."""
     run(OPTIMIZERS["adamw"], True, callbacks=[GradNorm()])
     assert len(replays) == 47 and len(set(map(id, replays))) == 1
+
+
+class Watched(memopt.SMET):
+    """Topology updates after steps 10, 20, 30 and 40, in the middle of a run's replays; masks and ages by step."""
+
+    def __init__(self, growth: Any = "random") -> None:
+        super().__init__(0.5, update_every=10, warmup_steps=4, stop_at=None, prune_schedule="constant", growth=growth)
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        # Before the update, when ages are those that the step went by.
+        self.seen.append({name: ages.cpu() for name, ages in self.ages.items()})
+        super().on_train_batch_end(*arguments)
+
+
+def sparse_run(rule: str, graph: Any, growth: str = "random", **options: Any) -> tuple[Any, Watched]:
+    smet = Watched(growth)
+    return run(GRAPH_RULES[rule], graph, callbacks=[smet], **options), smet
+
+
+def assert_same_ages(eager: Watched, graphed: Watched) -> None:
+    """In every step; so were the masks, as inactive weights have age 0."""
+    for ours, theirs in zip(eager.seen, graphed.seen, strict=True):
+        assert ours.keys() == theirs.keys() == {"net.up.weight", "net.down.weight"}
+        assert all(torch.equal(ages, theirs[name]) for name, ages in ours.items())
+    for name, ages in graphed.seen[-1].items():
+        assert ages.unique().tolist() == [0, 10, 20, 30, 40, 50], name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+@pytest.mark.parametrize("rule", ["adamw", "gefen"])
+def test_sparse_steps_have_the_same_bits(rule: str, growth: str, clip: Any, replays: list[StepGraph]) -> None:
+    """Over four topology updates, with warm-up. One graph serves all steps but those whose gradients are collected."""
+    eager, wanted = sparse_run(rule, False, growth, gradient_clip_val=clip)
+    assert not replays
+    graphed, found = sparse_run(rule, True, growth, gradient_clip_val=clip)
+    assert_same_run(eager, graphed)
+    assert_same_ages(wanted, found)
+    # Gefen has learned its code only when the second step begins.
+    first = EAGER_STEPS + (rule == "gefen")
+    assert len(replays) == 50 - first - 4 * (growth == "gradient") and len(set(map(id, replays))) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("rule", ["adamw", "nadam", "adamw8bit", "gefen"])
+def test_sparse_steps_in_other_precisions(rule: str, precision: str) -> None:
+    """And with other rules, whose ages have other scalars."""
+    (eager, wanted), (graphed, found) = (sparse_run(rule, graph, precision=precision) for graph in (False, True))
+    assert_same_run(eager, graphed)
+    assert_same_ages(wanted, found)
+
+
+@pytest.mark.gpu
+def test_sparse_steps_fused_with_the_matmul() -> None:
+    """The other kernel of sparse weights."""
+    (eager, wanted), (graphed, found) = (
+        sparse_run("adamw", graph, kernel="fused", gradient_clip_val=None) for graph in (False, True)
+    )
+    assert_same_run(eager, graphed)
+    assert_same_ages(wanted, found)
+
+
+@pytest.mark.gpu
+def test_a_sparse_step_begins_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ages are computed and copied to the GPU while it is busy with the step before."""
+    plain, calls = StepAges.fill, []
+
+    def fill(self: StepAges, slots: Any) -> None:
+        calls.append(len(slots))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            plain(self, slots)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StepAges, "fill", fill)
+    sparse_run("adamw", True, max_steps=15)
+    assert len(calls) == 15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize("graph", [True, "auto"])
+def test_sparse_updates_in_plain_torch_cannot_be_captured(graph: Any, clip: Any, replays: list[StepGraph]) -> None:
+    """Refused by name, or run eagerly with the bits of an eager run."""
+    table = partial(memopt.Gefen, lr=3e-3, codebook="table")
+    if graph is True:
+        with pytest.raises(CaptureError, match=r"net\.(up|down)\.weight runs in plain torch"):
+            run(table, True, callbacks=[Watched()], gradient_clip_val=clip)
+        return
+    automatic, eager = (run(table, way, callbacks=[Watched()], gradient_clip_val=clip) for way in (graph, False))
+    assert_same_run(eager, automatic)
+    assert not replays
 
 
 @pytest.mark.gpu
