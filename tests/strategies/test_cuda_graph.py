@@ -440,10 +440,12 @@ def test_sparse_steps_have_the_same_bits(rule: str, growth: str, clip: Any, repl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("rule", ["adamw", "nadam", "adamw8bit", "gefen"])
-def test_sparse_steps_in_other_precisions(rule: str, precision: str) -> None:
-    """And with other rules, whose ages have other scalars."""
+@pytest.mark.parametrize(
+    ("rule", "precision"),
+    [("adamw", "32-true"), ("nadam", "bf16-mixed"), ("adamw8bit", "bf16-true"), ("gefen", "32-true")],
+)
+def test_sparse_steps_of_other_rules_and_precisions(rule: str, precision: str) -> None:
+    """NAdam's ages have other scalars, AdamW8bit's moments other codes."""
     (eager, wanted), (graphed, found) = (sparse_run(rule, graph, precision=precision) for graph in (False, True))
     assert_same_run(eager, graphed)
     assert_same_ages(wanted, found)
