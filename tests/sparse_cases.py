@@ -43,4 +43,15 @@ def sparsify(update: Update, mask: torch.Tensor, ages: int = 3, density: float |
     own = {key: guarded(value) if value.dim() else value for key, value in own.items()}
     weight = guarded(update.weight.masked_fill(~mask, 0.0))
     active = Active(bits, index, cohort, Ages(names, rows))
-    return replace(update, weight=weight, state=own, storage=storage, active=active)
+    update = replace(update, weight=weight, state=own, storage=storage, active=active)
+    place_ages(update)
+    return update
+
+
+def place_ages(update: Update) -> None:
+    """Put the table of the update's ages where kernels read it."""
+    from lightning_memopt.kernels.sparse_arguments import ages_table
+
+    assert update.active is not None
+    ages = update.active.ages
+    ages.table = ages_table(ages, update.tile, update.scalars).to(update.weight.device)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import lightning_memopt as memopt
 from lightning_memopt.compat import CASES, page, refusal
+from lightning_memopt.kernels import sparse
 
 ROOT = Path(__file__).parents[1]
 Linear = partial(nn.Linear, 8, 8)
@@ -114,6 +116,16 @@ def captured(module: Any = None, nonfinite: Any = "raise", **options: Any) -> No
         strategy.setup_optimizers(trainer)
 
 
+def captured_in_torch() -> None:
+    """The update of a sparse weight that no kernel takes, while a graph is captured."""
+    update: Any = SimpleNamespace(name="net.weight", weight=torch.zeros(2, 2))
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        sparse.apply(update, (), torch.zeros(2, 2), "reference")
+
+
 def other_optimizer() -> None:
     """Adam's checkpoint resumed with SGD."""
     with tempfile.TemporaryDirectory() as folder:
@@ -189,6 +201,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
         r"net\.(weight|bias) received another gradient after its update in step 0",
     ),
     "cuda_graph without a GPU": lambda: train(strategy=memopt.ForgeStrategy(cuda_graph=True)),
+    "cuda_graph with SMET in plain torch": (captured_in_torch, r"the update of net\.weight runs in plain torch"),
     "cuda_graph in manual optimization": lambda: captured(Manual(forgets)),
     "cuda_graph with accumulate_grad_batches": lambda: captured(accumulate_grad_batches=2),
     "cuda_graph with nonfinite='skip' and norm clipping": lambda: captured(nonfinite="skip", gradient_clip_val=1.0),

@@ -221,10 +221,11 @@ class SlotKeeper:
         return x.untyped_storage().data_ptr() in self._written
 
     def places(self) -> list[Any]:
-        """Rule and addresses of each parameter and its state."""
+        """Rule and addresses of each parameter, its state and the scalars that kernels read."""
         facts: list[Any] = []
         for slot in self.slots.values():
-            tensors = [slot.row, *slot.state.values()]
+            ages = slot.ages.table if slot.ages is not None else None
+            tensors = [slot.row, ages, *slot.state.values()]
             facts += (slot.tile, slot.address)
             facts += [value.data_ptr() for value in tensors if isinstance(value, Tensor) and value.is_cuda]
         return facts

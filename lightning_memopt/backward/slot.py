@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Factors, Update
+from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
@@ -54,6 +55,7 @@ class Slot:
             (`Updater.standing`).
         placed: Address of the weight for which `update` was built.
         scalars, key, row, row_key, nonfinite, memory: See `lightning_memopt.kernels.Update`.
+        ages: Of a sparse weight, the scalars of the step that go by age.
     """
 
     updater: Updater
@@ -78,6 +80,7 @@ class Slot:
     sparse: SparseLayer | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
     key: int = 0
+    ages: Ages | None = None
     row: Tensor | None = None
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
@@ -113,6 +116,11 @@ class Slot:
     def state(self) -> dict[str, Any]:
         """The optimizer's own state of this parameter; looked up, as loading a checkpoint replaces it."""
         return self.optimizer.state[self.param]
+
+    def counters(self) -> dict[str, Any]:
+        """Copies of the state's entries that count steps."""
+        sparse = {} if self.sparse is None else self.sparse.counters()
+        return {**self.rule.counters(self.state), **sparse}
 
     def whole(self, rows: Tensor) -> Tensor:
         """A tensor with a row for each row of the whole weight, from one with those of `weight`."""
@@ -299,10 +307,18 @@ class Slot:
             check_unchanged(self.name, x, version)
 
 
-def count_updates(slots: Sequence[Slot]) -> None:
-    """Count an update of each: all of a rule's at once, as that takes the host a fraction of the time."""
+def count_updates(slots: Sequence[Slot], step: int) -> None:
+    """Count an update of each: all of a rule's at once, as that takes the host a fraction of the time.
+
+    Args:
+        slots: Whose updates were taken.
+        step: Number of the optimizer step that took them.
+    """
     for rule in {slot.rule for slot in slots}:
         rule.advance_all([(slot.group, slot.state) for slot in slots if slot.rule is rule])
+    for slot in slots:
+        if slot.sparse is not None:
+            slot.sparse.advance(step)
 
 
 def check_strided(name: str, grad: Tensor | None) -> None:

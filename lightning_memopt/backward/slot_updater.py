@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from lightning_memopt.kernels import (
     apply_gradient,
     apply_gradients,
 )
-from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.batches import Batches
-from lightning_memopt.sparsity.layer import SparseLayer
 
 
 class SlotUpdater(SlotKeeper):
@@ -45,7 +43,6 @@ class SlotUpdater(SlotKeeper):
         self._stepping: Optimizer | None = None
         self._step = 0
         self._reentrant: bool | None = None  # not known before the first pass
-        self._aged: dict[tuple[Any, ...], Ages] = {}
         self._taken: list[Slot] = []
         self._batches = Batches()
         self._standing: dict[Optimizer, Standing] = {}
@@ -176,15 +173,8 @@ class SlotUpdater(SlotKeeper):
             row_key=slot.row_key,
             nonfinite=slot.nonfinite,
             memory=slot.memory,
-            active=None if slot.sparse is None else slot.sparse.update(self._ages(slot.sparse)),
+            active=None if slot.sparse is None else slot.sparse.update(),
         )
-
-    def _ages(self, sparse: SparseLayer) -> Ages:
-        """Scalars by age, computed once for all layers that are alike."""
-        key = sparse.ages_key()
-        if key not in self._aged:
-            self._aged[key] = sparse.ages_of_step()
-        return self._aged[key]
 
     def _sound(self, slot: Slot, factors: Sequence[Factors], grad: Tensor | None) -> bool:
         """Whether the update may be taken as far as others know; kernels look at the gradient themselves."""
@@ -198,15 +188,21 @@ class SlotUpdater(SlotKeeper):
         if finite:
             self._taken.append(slot)
             if slot.sparse is not None:
-                slot.sparse.advance(self._step)
+                slot.sparse.collected()
         else:
             self.reports.report(slot.name, self._step)
 
     def _count(self) -> None:
         """Count the updates that were taken."""
         taken, self._taken = self._taken, []
-        count_updates(taken)
+        count_updates(taken, self._step)
 
     def forget_taken(self) -> None:
         """Updates that were noted since the last count were only recorded, in a capture that broke off."""
         self._taken = []
+
+    def note_replay(self, slots: Sequence[Slot]) -> None:
+        """A captured step has taken the updates of these: count them."""
+        for slot in slots:
+            slot.updated = True
+        count_updates(slots, self._step)

@@ -32,6 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
+from lightning_memopt.backward.ages import StepAges
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
 from lightning_memopt.backward.keeper import by_device
 from lightning_memopt.backward.nonfinite import NonFinite
@@ -82,6 +83,7 @@ class Updater(SlotUpdater):
         self._broken = False
         self._task: int | None = None
         self._scalars: dict[torch.device, StepScalars] = {}
+        self._ages: dict[torch.device, StepAges] = {}
         self._said_fold = False
         self._read: list[Any] = []
 
@@ -357,6 +359,11 @@ class Updater(SlotUpdater):
         """What a capture of the step holds fast: how gradients are clipped, rules, where weights and states lie."""
         return [self._clip, *self.places()]
 
+    @property
+    def collecting(self) -> bool:
+        """Whether the step looks for the largest gradients of inactive weights, whose number no graph knows ahead."""
+        return any(slot.sparse is not None and slot.sparse.growth is not None for slot in self.slots.values())
+
     def _norms(self, waiting: Sequence[Slot]) -> Norms:
         return gradient_norms(waiting)
 
@@ -373,10 +380,10 @@ class Updater(SlotUpdater):
     def _set_clip(self, clip: Clip) -> None:
         assert self._stepping is not None
         self._clip = clip
-        self._aged.clear()
         for device, here in by_device(self._slots_of(self._stepping)).items():
             scalars = self._scalars.setdefault(device, StepScalars(device))
             scalars.fill(here, self.seed, self._step, clip.value)
+            self._ages.setdefault(device, StepAges(device)).fill(here)
 
     def _watch_flags(self, slots: Sequence[Slot]) -> None:
         for device, here in by_device(slots).items():

@@ -171,10 +171,6 @@ class SMET(pl.Callback):
             raise refusal("SMET under another strategy", f"SMET under {type(strategy).__name__}")
         if sum(isinstance(callback, SMET) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise UnsupportedError("SMET: only one per run; give several densities by pattern.")
-        if getattr(strategy, "cuda_graph", False):
-            if strategy.cuda_graph is True:  # type: ignore[attr-defined]
-                raise refusal("cuda_graph with SMET")
-            strategy.cuda_graph = False  # type: ignore[attr-defined]
         self._kept = {name: layer.bits for name, layer in self.layers.items()}
         self.layers, self._targets, self._trainer = {}, None, trainer
         self._saved = set()

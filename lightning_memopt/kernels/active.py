@@ -18,7 +18,8 @@ class Ages:
     Attributes:
         names: The rule's scalars that depend on the age (`Rule.aged_scalars`).
         rows: For each cohort the ramp, which multiplies the update, and the scalars of `names`; float64.
-        table: The same, float32 [cohorts, 1 + len(names)], on the weight's device (None where the reference runs).
+        table: The same as kernels read it, on the weight's device (`kernels.sparse_arguments.ages_table`); None where
+            the reference runs.
     """
 
     names: tuple[str, ...]

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import sparse_reference
 from lightning_memopt.kernels.slabs import Factors, equal_rows, pieces, slab_rows
 from lightning_memopt.kernels.sparse_gradient import active_slabs, masked
@@ -36,6 +37,7 @@ def apply(update: Update, factors: Sequence[Factors], grad: Tensor | None, kerne
     if kernel != "reference" and _in_triton(update):
         in_triton(update, factors, grad, _height(update), fused=kernel == "fused")
         return True
+    _refuse_capture(update)
     step = rows if kernel == "reference" else slab_rows(columns, update.weight.device)
     return sparse_reference.apply(update, factors, grad, step)
 
@@ -58,7 +60,21 @@ def apply_slabs(update: Update, slabs: Iterable[tuple[int, int, Tensor]], kernel
     if kernel != "reference" and _in_triton(update):
         _slabs_in_triton(update, slabs)
         return True
+    _refuse_capture(update)
     return sparse_reference.apply_slabs(update, masked(slabs, update.active.bits))
+
+
+def _refuse_capture(update: Update) -> None:
+    """Plain torch goes by sizes that depend on the mask, and by scalars of the host.
+
+    Raises:
+        UpdateError: A CUDA graph is being captured, which would hold those of this step for good.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UpdateError(
+            f"the update of {update.name} runs in plain torch, whose sizes and scalars follow the mask; docs/smet.md "
+            "says which do. Leave cuda_graph out, or use cuda_graph='auto', which then runs eagerly."
+        )
 
 
 @cache
@@ -90,7 +106,6 @@ def in_triton(update: Update, factors: Sequence[Factors], grad: Tensor | None, r
         assert grad is not None
         _slabs_in_triton(update, [(0, len(grad), grad)])
     elif fused and grad is None and active.growth is None and sparse_fused.fuses(update):
-        _upload_ages(update)
         sparse_fused.apply_factors(update, factors)
     else:
         _slabs_in_triton(update, pieces(factors, grad, torch.float32, rows))
@@ -101,20 +116,8 @@ def _slabs_in_triton(update: Update, slabs: Iterable[tuple[int, int, Tensor]]) -
 
     active, columns = update.active, update.weight.shape[1]
     assert active is not None
-    _upload_ages(update)
     for start, stop, slab in slabs:
         if active.growth is not None:
             mask = unpack(active.bits, start * columns, stop * columns)
             active.growth.add(update.offset + start * columns, slab.reshape(-1), mask)
         sparse_slab.apply(update, slab.view(-1, columns), start)
-
-
-def _upload_ages(update: Update) -> None:
-    assert update.active is not None
-    ages = update.active.ages
-    if ages.table is None:
-        from lightning_memopt.kernels import sparse_arguments
-
-        table = sparse_arguments.ages_table(update)
-        cuda = update.weight.is_cuda
-        ages.table = (table.pin_memory() if cuda else table).to(update.weight.device, non_blocking=True)

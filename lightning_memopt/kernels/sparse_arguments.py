@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels import blocks, codes, tiles
+from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.sparse_tile import COHORTS
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.optim.gefen_learning import CODEBOOK
@@ -65,32 +67,35 @@ def entries_of(mean: float) -> tuple[int, int]:
     return first, second
 
 
-def by_slope(update: Update) -> bool:
+def by_slope(ages: Ages, tile: str) -> bool:
     """Whether ages reach the rule's tile function as what it divides by, so that no weight needs a division for it."""
-    assert update.active is not None
-    return update.tile == "adam" and "step_size" in update.active.ages.names
+    return tile == "adam" and "step_size" in ages.names
 
 
-def ages_table(update: Update) -> Tensor:
+def ages_table(ages: Ages, tile: str, scalars: Mapping[str, float]) -> Tensor:
     """The table of ages on the host, float32: `COHORTS` numbers for each column, and whether any weight warms up.
 
-    The first column is the ramp, the others are the scalars of the tile function that depend on the age.
+    The first column is the ramp, the others are the scalars of the tile function that depend on the age. The last
+    number has three more behind it, so that where tables follow each other all begin at multiples of 16 bytes.
+
+    Args:
+        ages: Of a weight.
+        tile: Name of its rule's tile function.
+        scalars: Of its update, see `lightning_memopt.kernels.Update`.
     """
-    assert update.active is not None
-    ages, scalars = update.active.ages, update.scalars
     rows = torch.tensor(ages.rows, dtype=torch.float32)
     values = [rows[:, 0], *rows[:, 1:].unbind(1)]
-    if by_slope(update):
+    if by_slope(ages, tile):
         own = dict(zip(ages.names, values[1:], strict=True))
         step = own["step_size"]
         plain = {name: torch.tensor(scalars[name], dtype=torch.float32) for name in ("inv_sqrt_bias2", "eps")}
         bias, eps = (own.get(name, value) for name, value in plain.items())
         some = step > tiles.NO_STEP
         values[1:] = [torch.where(some, bias / step, 1.0), torch.where(some, eps / step, float("inf"))]
-    table = torch.zeros(len(values) * COHORTS + 1)
+    table = torch.zeros(len(values) * COHORTS + 4)
     for column, value in enumerate(values):
         table[column * COHORTS : column * COHORTS + len(value)] = value
-    table[-1] = (values[0] != 1.0).any()
+    table[len(values) * COHORTS] = (values[0] != 1.0).any()
     return table
 
 
@@ -101,7 +106,7 @@ def arguments(update: Update) -> tuple[Tensor, tuple[Any, ...], int, dict[str, A
     assert update.row is not None and update.row_key is not None and update.nonfinite is not None
     names = codes.tile_scalars(update.rule)
     aged = tuple(active.ages.names.index(name) + 1 if name in active.ages.names else 0 for name in names)
-    slope = by_slope(update)
+    slope = by_slope(active.ages, update.tile)
     constants = {
         "TILE": tiles.adam_by_slope if slope else tiles.TILES[update.tile],
         "SCALARS": len(names),

@@ -207,9 +207,10 @@ class SparseLayer:
 
     # ---------------------------------------------------------------- an update
 
-    def update(self, ages: Ages) -> Active:
+    def update(self) -> Active:
         """What the kernels need."""
-        state = self.state
+        state, ages = self.state, self.slot.ages
+        assert ages is not None
         return Active(state[MASK], state[INDEX], state[COHORT], ages, self.growth, self.stored)
 
     @property
@@ -255,10 +256,17 @@ class SparseLayer:
         """Factor of the `age`-th update of a weight."""
         return min(1.0, age / self.settings.warmup_steps) if self.settings.warmup_steps > 1 else 1.0
 
+    def counters(self) -> dict[str, Any]:
+        """The state's entries that count updates, beside those of the rule."""
+        return {STEPS: self.state[STEPS]}
+
     def advance(self, step: int) -> None:
         """Count an update that was taken, in optimizer step number `step`."""
         self.state[STEPS] += 1
         self.stepped = step
+
+    def collected(self) -> None:
+        """The update has seen all of the gradient: of what was collected, keep what a topology update needs."""
         if self.growth is not None:
             self.growth.finish()
 

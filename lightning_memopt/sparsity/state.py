@@ -165,6 +165,9 @@ def change_mask(
     Moments of weights that stay active move along; those of new ones start as in a fresh optimizer. A second moment
     that a block shares is a new weight's as well; where there was no weight in the block, the mean over all weights.
 
+    Entries stay where they lie in memory, so that launches and CUDA graphs that read them go on doing so; only a shard
+    that has another number of active weights now gets new ones.
+
     Args:
         state: Of the parameter.
         storage: Of its moments.
@@ -177,7 +180,7 @@ def change_mask(
     total = rows * columns
     for moment in storage:
         if isinstance(moment, Dense):
-            state[moment.name] = move(state[moment.name].view(-1), old, bits, total, moment.init)[None]
+            _put(state, moment.name, move(state[moment.name].view(-1), old, bits, total, moment.init)[None])
             continue
         own = {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
         was, now = Where.of(old, total, columns), Where.of(bits, total, columns)
@@ -186,15 +189,24 @@ def change_mask(
             _fill_empty(own[moment.name], was, values, shard)
             continue
         moved = move(values.view(-1), old, bits, total, 0.0)[None]
-        state[moment.name] = own[moment.name].new_empty(moved.shape)
+        if own[moment.name].shape != moved.shape:
+            state[moment.name] = own[moment.name].new_empty(moved.shape)
         moment.save({**own, moment.name: state[moment.name], WHERE: now}, moved, None)
     births = list(state[BIRTHS])
     newest = _free_cohort(births, state[COHORT], state[STEPS], shard)
     births[newest : newest + 1] = [state[STEPS]]
     state[BIRTHS] = tuple(births)
-    state[COHORT] = move(state[COHORT], old, bits, total, newest)
+    _put(state, COHORT, move(state[COHORT], old, bits, total, newest))
     state[MASK].copy_(bits)
     state[INDEX].copy_(make_index(bits, total))
+
+
+def _put(state: State, key: str, values: Tensor) -> None:
+    """Write an entry where it lies, if it has as many elements as before."""
+    if state[key].shape == values.shape:
+        state[key].copy_(values)
+    else:
+        state[key] = values
 
 
 def _fill_empty(means: Tensor, where: Where, values: Tensor, shard: Shard | None) -> None:

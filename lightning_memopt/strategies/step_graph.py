@@ -2,8 +2,9 @@
 
 At small batches a step is bound by kernel launches, not by the GPU. Since a fused backward leaves nothing to do after
 it, the step is one sequence of kernels that read everything that changes from device memory: the batch (copied into
-static tensors), learning rates, step counts and rounding keys (`StepScalars`), and the random generator's state, which
-torch registers with the graph. So replaying it gives the bits an eager step would have given.
+static tensors), learning rates, step counts and rounding keys (`StepScalars`), the ages of sparse weights (`StepAges`)
+and their masks, and the random generator's state, which torch registers with the graph. So replaying it gives the bits
+an eager step would have given.
 
 The Python of `training_step` runs at capture only. What it logged is logged again at each replay, from the tensors the
 replay has just written.
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_memopt.backward import Updater
 from lightning_memopt.backward.clipping import Norms
-from lightning_memopt.backward.slot import Slot, count_updates
+from lightning_memopt.backward.slot import Slot
 from lightning_memopt.errors import MemOptError
 
 # Eager steps before a capture: lazy initialisation, kernel compilation and tuning happen in these.
@@ -59,7 +60,7 @@ class StepGraph:
         Raises:
             CaptureError: The step does something that a graph cannot hold. Weights, states and counts are as before.
         """
-        before = {slot: slot.rule.counters(slot.state) for slot in self.updater.slots.values()}
+        before = {slot: slot.counters() for slot in self.updater.slots.values()}
         device = torch.cuda.current_device()
         random = torch.cuda.default_generators[device].clone_state()
         norms, self.updater.norms = self.updater.norms, None
@@ -112,9 +113,7 @@ class StepGraph:
             if isinstance(static, Tensor):
                 static.copy_(leaf, non_blocking=True)
         self.graph.replay()
-        for slot in self.updated:
-            slot.updated = True
-        count_updates(self.updated)
+        self.updater.note_replay(self.updated)
         if self.norms is not None:
             self.updater.norms = Norms(self.norms.total.clone(), self.norms.each)
         for name, value, options in self.logs:
@@ -146,7 +145,7 @@ class StepGraphs:
         Raises:
             CaptureError: `strict`, and the step cannot be captured.
         """
-        if self.reason is not None:
+        if self.reason is not None or self.updater.collecting:
             return None
         try:
             key = self._key(batch)

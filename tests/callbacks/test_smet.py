@@ -225,6 +225,31 @@ def test_block_masks_hold_whole_runs() -> None:
         assert torch.equal(runs[..., 0], runs[..., 1])
 
 
+class Places(pl.Callback):
+    """Where the tensors of all states lie, after every step but the first, which Gefen learns from."""
+
+    def __init__(self) -> None:
+        self.places: set[tuple[int, ...]] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step > 1:
+            values = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+            self.places.add(tuple(v.data_ptr() for v in values if isinstance(v, Tensor) and v.dim()))
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "gefen"])
+def test_states_stay_where_they_are(name: str, growth: str) -> None:
+    """Over topology updates: what holds their addresses, a CUDA graph say, need not be made anew."""
+    made = {"adamw8bit": partial(memopt.AdamW8bit, lr=1e-3), "gefen": partial(memopt.Gefen, lr=1e-3)}
+    callback, places = smet(update_every=4, growth=growth), Places()
+    seen = Topologies(callback)
+    train(callback, Module(wide_net, (OPTIMIZERS | made)[name], square_loss), steps=14, data=vectors(64),
+          callbacks=[places, seen])  # fmt: skip
+    assert len({tuple(masks["net.0.weight"].flatten().tolist()) for masks in seen.masks}) == 4
+    assert len(places.places) == 1 and len(*places.places) >= 5
+
+
 def test_full_layers_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to grow at density 1, little at 0.97."""
     said: list[str] = []
@@ -599,15 +624,6 @@ def test_a_model_without_linear_layers_hears_which_can_be_sparse() -> None:
     convolution = Module(partial(nn.Conv1d, 8, 8, 1), loss=lambda net, batch: net(batch[0][..., None]).sum())
     with pytest.raises(memopt.UnsupportedError, match=r"only nn\.Linear can be.*linear layers are: none"):
         train(smet(), convolution, steps=1, data=vectors())
-
-
-def test_captured_steps_are_refused() -> None:
-    """A graph would replay the masks of its capture."""
-    with pytest.raises(memopt.UnsupportedError, match=row("cuda_graph with SMET")):
-        train(smet(), strategy=memopt.ForgeStrategy(cuda_graph=True), steps=1)
-    strategy = memopt.ForgeStrategy(cuda_graph="auto")
-    train(smet(), strategy=strategy, steps=1)
-    assert strategy.cuda_graph is False
 
 
 def test_two_are_refused() -> None:

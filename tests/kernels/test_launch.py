@@ -158,7 +158,7 @@ def test_a_repeated_sparse_launch_is_an_ordinary_one(rule, launched) -> None:
     steps, names = [], update.active.ages.names
     for row_key in (update.row_key, update.row_key, update.row_key.clone()):
         update.row_key, update.state["smet_steps"] = row_key, len(steps)
-        update.active.ages.table = torch.rand(256 * (1 + len(names)) + 1)
+        update.active.ages.table = torch.rand(256 * (1 + len(names)) + 4)
         for start, rows in ((0, 24), (24, 16)):
             grad = torch.zeros(rows, 200)
             steps.append(update.memory.recall(update, (start, rows, names, gradient_key(grad, "slab"))) is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from kernel_cases import (
     make_update,
     twin,
 )
-from sparse_cases import sparsify
+from sparse_cases import place_ages, sparsify
 
 import lightning_memopt as memopt
-from lightning_memopt.backward.scalars import StepScalars
+from lightning_memopt.backward.ages import StepAges
+from lightning_memopt.backward.scalars import ROW, StepScalars
 from lightning_memopt.kernels import Update, sparse, sparse_reference
 from lightning_memopt.kernels.active import Largest
 from lightning_memopt.kernels.memory import Memory
@@ -39,6 +41,7 @@ from lightning_memopt.sparsity.spans import WHERE, Where
 
 sparse_arguments = pytest.importorskip("lightning_memopt.kernels.sparse_arguments", exc_type=ImportError)
 sparse_fused = pytest.importorskip("lightning_memopt.kernels.sparse_fused", exc_type=ImportError)
+sparse_slab = pytest.importorskip("lightning_memopt.kernels.sparse_slab", exc_type=ImportError)
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
 CODED_RULES = ["adamw8bit", "gefen", "gefen-64"]
 DENSE_RULES = [name for name in RULES if name not in CODED_RULES]
@@ -188,7 +191,8 @@ def test_launches_are_remembered(rule, device, monkeypatch) -> None:
     again = replace(twin(update, None), memory=Memory())
     for step in range(4):
         ages = update.active.ages
-        ages.table, ages.rows = None, [(row[0] * 0.9, *row[1:]) for row in ages.rows]
+        ages.rows = [(row[0] * 0.9, *row[1:]) for row in ages.rows]
+        place_ages(update)
         if step == 2:
             again.state |= {key: value.clone() for key, value in again.state.items() if value.dim()}
         for one in (update, again):
@@ -319,7 +323,37 @@ def test_accumulated_gradient(dtype, rows, device) -> None:
         both(update, factors=factors, rows=rows, fused=True)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, runs take these kernels anyhow")
+def sparse_run(optimizer, growth: str, **options) -> tuple[Run, memopt.SMET]:
+    smet = memopt.SMET(0.5, update_every=4, warmup_steps=3, growth=growth, stop_at=None, prune_schedule="constant")
+    module = Module(optimizer=partial(optimizer, lr=1e-3))
+    options = {"max_steps": 14} | options
+    return fit(module, memopt.ForgeStrategy(rounding="nearest"), callbacks=[smet], **options), smet
+
+
+@pytest.fixture
+def in_kernels(monkeypatch):
+    """Has runs on the CPU take these kernels, once called; scalars lie where a GPU has them."""
+    monkeypatch.setattr(gefen, "MIN_ELEMENTS", 1)
+    fill = StepScalars.fill
+
+    def fill_and_place(self, slots, *arguments) -> None:
+        fill(self, slots, *arguments)
+        rows = [[*slot.scalars.values(), *[0.0] * (ROW - len(slot.scalars))] for slot in slots]
+        self._upload(slots, torch.tensor(rows), torch.tensor([slot.key for slot in slots]))
+        self.nonfinite = None  # flags are not looked at: that takes events of a GPU
+
+    def take() -> None:
+        monkeypatch.setattr(StepScalars, "fill", fill_and_place)
+        monkeypatch.setattr(StepAges, "_read_by_kernels", lambda self: True)
+        monkeypatch.setattr(sparse, "_in_triton", lambda update: True)
+
+    return take
+
+
+whole_runs = pytest.mark.skipif(not INTERPRETED, reason="on a GPU, runs take these kernels anyhow")
+
+
+@whole_runs
 @pytest.mark.parametrize(
     ("optimizer", "growth", "tolerance"),
     [
@@ -330,26 +364,41 @@ def test_accumulated_gradient(dtype, rows, device) -> None:
         (memopt.Gefen, "gradient", 1e-4),
     ],
 )
-def test_whole_run(optimizer, growth, tolerance, device, monkeypatch) -> None:
+def test_whole_run(optimizer, growth, tolerance, device, in_kernels) -> None:
     """A training run through the kernels: the weights and masks of one in plain torch."""
-    monkeypatch.setattr(gefen, "MIN_ELEMENTS", 1)
-
-    def run() -> tuple[Run, memopt.SMET]:
-        smet = memopt.SMET(0.5, update_every=4, warmup_steps=3, growth=growth)
-        module = Module(optimizer=partial(optimizer, lr=1e-3))
-        return fit(module, memopt.ForgeStrategy(rounding="nearest"), max_steps=14, callbacks=[smet]), smet
-
-    plain, wanted = run()
-    fill = StepScalars.fill
-
-    def fill_and_place(self, slots, *arguments) -> None:
-        fill(self, slots, *arguments)
-        for slot in slots:
-            slot.row = torch.tensor([*slot.scalars.values()])
-            slot.row_key, slot.nonfinite = torch.zeros(2, dtype=torch.int32)
-
-    monkeypatch.setattr(StepScalars, "fill", fill_and_place)
-    monkeypatch.setattr(sparse, "_in_triton", lambda update: True)
-    kernels, found = run()
+    plain, wanted = sparse_run(optimizer, growth)
+    in_kernels()
+    kernels, found = sparse_run(optimizer, growth)
     assert difference(plain, kernels) <= tolerance
     assert all(torch.equal(mask, wanted.masks[name]) for name, mask in found.masks.items())
+
+
+@whole_runs
+@pytest.mark.parametrize(
+    ("optimizer", "clip"),
+    [(torch.optim.AdamW, 0.05), (torch.optim.NAdam, None), (memopt.AdamW8bit, None), (memopt.Gefen, None)],
+)
+def test_launches_of_one_step_serve_all(optimizer, clip, device, in_kernels, monkeypatch) -> None:
+    """What a launch reads beside its gradient is renewed where it lies, as ages, a schedule and masks change: a CUDA
+    graph may hold it."""
+    in_kernels()
+    options = {"max_steps": 10, "gradient_clip_val": clip}
+    expected, wanted = sparse_run(optimizer, "random", **options)
+    launches: dict[tuple[str, int], Any] = {}
+    taken = []
+
+    def first_or_again(update: Update, grad: torch.Tensor, first_row: int) -> None:
+        call = sparse_slab.call(update, grad, first_row)
+        first = launches.setdefault((update.name, first_row), call)
+        assert call.constants == first.constants and call.programs == first.programs
+        replace(first, arguments=(grad, *first.arguments[1:])).run()
+        taken.append(update.active.bits.clone())
+
+    monkeypatch.setattr(sparse_slab, "apply", first_or_again)
+    run, found = sparse_run(optimizer, "random", **options)
+    assert len(launches) == 2 and len({tuple(bits.tolist()) for bits in taken}) == 2 * 3, "of two layers"
+    assert all(torch.equal(weight, expected.weights[name]) for name, weight in run.weights.items())
+    assert all(torch.equal(mask, wanted.masks[name]) for name, mask in found.masks.items())
+    assert all(torch.equal(ages, wanted.ages[name]) for name, ages in found.ages.items())
+    for state, known in zip(run.optimizer.state.values(), expected.optimizer.state.values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(known[key])) for key in known)

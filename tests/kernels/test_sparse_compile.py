@@ -100,12 +100,10 @@ def test_the_constants_of_a_run_with_several_means_compile() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_memopt.kernels import sparse_arguments, sparse_slab
+    from lightning_memopt.kernels import sparse_slab
 
     update = make_update("gefen-64", (10, 700), "cpu", BF16)
     update = sparsify(update, torch.ones(10, 700, dtype=torch.bool), density=1.0)
-    assert update.active is not None
-    update.active.ages.table = sparse_arguments.ages_table(update)
     call = sparse_slab.call(update, torch.zeros(10, 700), 0)
     assert call.constants["WIDTH"] > min(call.constants["LENGTHS"])
     signature = OPERANDS["slab_update"] | {
