@@ -32,7 +32,8 @@ class Untouched:
         """Take what there is now for right."""
         self.forget()
         for layer in layers:
-            state = layer.slot.state
+            # Not `Slot.state`, which makes one for a parameter that was taken out of the optimizer.
+            state = layer.slot.optimizer.state.get(layer.slot.param, {})
             for entry in (MASK, INDEX, COHORT):
                 if entry in state and not state[entry].is_inference():  # whose writes are not counted
                     self._names.append(f"{entry} of {layer.slot.name}")

@@ -412,6 +412,26 @@ def test_masks_that_are_zeroed_unseen_are_refused_before_they_change() -> None:
     assert module.trainer.global_step == 5
 
 
+class TakesOut(pl.Callback):
+    """Takes a layer out of its optimizer, its state as well."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            (group,) = trainer.optimizers[0].param_groups
+            group["params"] = [param for param in group["params"] if param is not module.net.up.weight]
+            del trainer.optimizers[0].state[module.net.up.weight]
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_layers_may_be_taken_out_of_the_optimizer(growth: str, tmp_path: Path) -> None:
+    """The topology of the others goes on changing, and checkpoints know nothing of what was taken out."""
+    callback = smet(update_every=5, growth=growth)
+    run = train(callback, callbacks=[TakesOut()], steps=12)
+    run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert tuple(callback.masks) == SPARSE[1:] and callback.ages[SPARSE[1]].unique().tolist() == [0, 2, 7, 12]
+    assert run.module.net.up.weight not in run.optimizer.state
+
+
 def test_moments_may_be_zeroed_in_place() -> None:
     """They begin anew, at the mask and the ages that they had."""
 
