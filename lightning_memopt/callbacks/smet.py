@@ -298,8 +298,12 @@ class SMET(pl.Callback):
         if self._step == last:
             return
         self._watch(trainer, outputs)
+        assert isinstance(trainer.strategy, ForgeMixin)
+        slots = trainer.strategy.updater.slots
+        # Of a weight that was taken out of its optimizer there is no state any more.
+        self.layers = {name: layer for name, layer in self.layers.items() if layer.slot.param in slots}
         due = next((step for step in range(last + 1, self._step + 1) if self._schedule.due(step)), None)
-        if due is not None:
+        if due is not None and self.layers:
             self._change(trainer, due)
 
     def _change(self, trainer: pl.Trainer, step: int) -> None:

@@ -22,13 +22,14 @@ def decay_groups(module: nn.Module, no_decay: Iterable[str] = ()) -> list[dict[s
 
     Args:
         module: As it is when optimizers are made: a LightningModule knows its Trainer then.
-        no_decay: Parts of names, in any case, of matrices without decay. Where it is unknown what a flat shard of FSDP1
-            was before, its name alone tells.
+        no_decay: Parts of names, or one, in any case, of matrices without decay. Where it is unknown what a flat shard
+            of FSDP1 was before, its name alone tells.
 
     Raises:
         UnsupportedError: There is such a shard, and its name does not tell.
     """
-    parts, shapes = tuple(part.lower() for part in no_decay), flattened_shapes(module)
+    listed = (no_decay,) if isinstance(no_decay, str) else no_decay
+    parts, shapes = tuple(part.lower() for part in listed), flattened_shapes(module)
     trainable = {param: name for name, param in module.named_parameters() if param.requires_grad}
     decays = {param: _decays(name.lower(), param, shapes, parts) for param, name in trainable.items()}
     groups: list[dict[str, Any]] = [

@@ -153,7 +153,7 @@ def gefen(
         lr: Learning rate of all parameters.
         weight_decay: Decay of matrices and larger tensors whose name has none of `no_decay` in it. Vectors (biases
             and norms, whatever they are called) never decay.
-        no_decay: Parts of names, in any case, of parameters without decay.
+        no_decay: Parts of names, or one, in any case, of parameters without decay.
         options: See `Gefen`.
 
     Raises:

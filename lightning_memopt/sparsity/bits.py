@@ -38,6 +38,11 @@ def unpack(bits: Tensor, start: int, stop: int) -> Tensor:
     return flags.flatten()[start - 8 * first : stop - 8 * first].bool()
 
 
+def count(bits: Tensor, total: int) -> int:
+    """Active weights among the first `total`; waits for the device."""
+    return sum(int(unpack(bits, start, stop).sum()) for start, stop in chunks(total))
+
+
 def pack(total: int, part: Callable[[int, int], Tensor], device: torch.device, unit: int = 1) -> Tensor:
     """Bits of a mask that is given in parts.
 

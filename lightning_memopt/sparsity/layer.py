@@ -22,6 +22,7 @@ from lightning_memopt.sparsity.bits import chunks, unpack
 from lightning_memopt.sparsity.shard import Shard
 from lightning_memopt.sparsity.state import BIRTHS, COHORT, INDEX, MASK, STEPS
 from lightning_memopt.sparsity.topology import Runs, apply_mask, exchange, random_mask
+from lightning_memopt.sparsity.untouched import check_count
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -150,7 +151,9 @@ class SparseLayer:
 
         Raises:
             UnsupportedError: torch has loaded the state, which casts masks to the weight's dtype.
+            UpdateError: The mask was replaced by another, which has not as many active weights as the state is of.
         """
+        replaced = MASK in state and state[MASK] is not self._bits
         if MASK not in state:
             self._add_mask(state, storage)
         if state[MASK].dtype != torch.uint8:
@@ -159,6 +162,8 @@ class SparseLayer:
                 " dtype. Let the Trainer load it, by ckpt_path, or clear the state to begin it anew."
             )
         self._bits = state[MASK]
+        if replaced:
+            check_count(self)
 
     def _add_mask(self, state: dict[str, Any], storage: tuple[Storage, ...]) -> None:
         bits = self._bits
@@ -283,7 +288,11 @@ class SparseLayer:
             self.growth = Largest(k, self.settings.run)
 
     def change(self, fraction: float, event: int, storage: tuple[Storage, ...]) -> Change:
-        """Prune and grow."""
+        """Prune and grow.
+
+        Raises:
+            UpdateError: The mask was written to.
+        """
         k, growth, self.growth = self.exchanged(fraction), self.growth, None
         if k < round(fraction * self.keep):
             self._say(
@@ -298,6 +307,7 @@ class SparseLayer:
         if self.settings.growth == "gradient" and sum(self.shard.each(seen)) < k:
             self._say("it had no gradient in the step before a topology update, which leaves it as it is.")
             return Change(0, 0)
+        check_count(self)
         state, param = self.state, self.param
         bits = exchange(param, state[MASK], self.runs, k, self.settings.seed, event, growth)
         states.change_mask(state, storage, bits, self._shape, compute_dtype(param), self.shard)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard as ShardedAlong
 from torch.optim import Optimizer
 
 from lightning_memopt.optim.shards import local, sharded
-from lightning_memopt.sparsity.bits import by_rows, chunks, cut, flat_bits, unpack
+from lightning_memopt.sparsity.bits import by_rows, count, cut, flat_bits
 from lightning_memopt.sparsity.shard import Shard
 from lightning_memopt.sparsity.state import COHORT, INDEX, MASK
 
@@ -103,11 +103,11 @@ def from_even(param: Tensor, saved: Mapping[str, Any]) -> State:
     """This rank's state, from even shares of the values and this rank's rows of the mask."""
     shard = Shard.of(param)
     bits = flat_bits(saved[MASK], param.shape[1])
-    count, share = _active(bits, shard.count), len(saved[COHORT])
+    own, share = count(bits, shard.count), len(saved[COHORT])
     result = {**saved, MASK: bits}
     for key, value in saved.items():
         if isinstance(value, Tensor) and is_compact(key, value.shape, share):
-            values = shard.uneven(value.view(-1), count)
+            values = shard.uneven(value.view(-1), own)
             result[key] = values if key == COHORT else values.view(1, -1)
     return result
 
@@ -117,8 +117,8 @@ def from_whole(param: Tensor, saved: Mapping[str, Any]) -> State:
     shard = Shard.of(param)
     bits, active = flat_bits(saved[MASK], param.shape[1]), len(saved[COHORT])
     mine = cut(bits, shard.first, shard.first + shard.count)
-    first = _active(bits, shard.first)
-    last = first + _active(mine, shard.count)
+    first = count(bits, shard.first)
+    last = first + count(mine, shard.count)
     result = {**saved, MASK: mine}
     for key, value in saved.items():
         if isinstance(value, Tensor) and is_compact(key, value.shape, active):
@@ -127,8 +127,3 @@ def from_whole(param: Tensor, saved: Mapping[str, Any]) -> State:
             columns = param.shape[1]
             result[key] = value[shard.first // columns : (shard.first + shard.count) // columns]
     return result
-
-
-def _active(bits: Tensor, total: int) -> int:
-    """Number of active weights among the first `total`."""
-    return sum(int(unpack(bits, start, stop).sum()) for start, stop in chunks(total))

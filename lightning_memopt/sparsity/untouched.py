@@ -1,19 +1,23 @@
-"""That nobody else writes into masks and ages of sparse weights, as code does that zeroes optimizer states in place.
+"""That nobody else overwrites masks and ages of sparse weights, as code does that zeroes optimizer states.
 
 Which weights are active is known nowhere else, so what was overwritten cannot be brought back. torch counts the writes
-into every tensor on the host: comparing these counts asks no device.
+into every tensor on the host: comparing these counts asks no device. Writes through ``tensor.data`` it does not count,
+and a tensor may be replaced: of these a mask tells by how many weights it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_memopt.errors import UpdateError
-from lightning_memopt.sparsity.bits import chunks, unpack
-from lightning_memopt.sparsity.layer import SparseLayer
-from lightning_memopt.sparsity.state import COHORT, INDEX, MASK
+from lightning_memopt.sparsity.bits import MASK, count
+from lightning_memopt.sparsity.state import COHORT, INDEX
+
+if TYPE_CHECKING:
+    from lightning_memopt.sparsity.layer import SparseLayer
 
 
 class Untouched:
@@ -28,7 +32,8 @@ class Untouched:
         """Take what there is now for right."""
         self.forget()
         for layer in layers:
-            state = layer.slot.state
+            # Not `Slot.state`, which makes one for a parameter that was taken out of the optimizer.
+            state = layer.slot.optimizer.state.get(layer.slot.param, {})
             for entry in (MASK, INDEX, COHORT):
                 if entry in state and not state[entry].is_inference():  # whose writes are not counted
                     self._names.append(f"{entry} of {layer.slot.name}")
@@ -57,8 +62,7 @@ def check_count(layer: SparseLayer) -> None:
     Raises:
         UpdateError: It has not.
     """
-    parts = chunks(layer.shard.count)
-    if sum(int(unpack(layer.bits, start, stop).sum()) for start, stop in parts) != layer.own:
+    if count(layer.bits, layer.shard.count) != layer.own:
         raise _lost(f"{MASK} of {layer.slot.name}")
 
 
@@ -69,5 +73,5 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 def _lost(name: str) -> UpdateError:
     return UpdateError(
         f"SMET: {name} was written to in the optimizer's state, so which weights are active, or how old they are, is "
-        "lost. To begin moments anew do not zero states in place; optimizer.state.clear() keeps the masks."
+        "lost. To begin moments anew do not zero all of a state; optimizer.state.clear() keeps the masks."
     )

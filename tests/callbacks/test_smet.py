@@ -364,12 +364,12 @@ def test_what_torch_loads_is_refused(hook: str) -> None:
         train(smet(update_every=5), Clears(reload, hook), steps=6)
 
 
-def zero_all(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+def zero_all(optimizer: Optimizer, weights: list[nn.Parameter], zero: Callable[[Tensor], Any] = Tensor.zero_) -> None:
     """All that a state holds, as of a dense weight."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
-                value.zero_()
+                zero(value)
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES[:3], None])
@@ -386,6 +386,50 @@ def test_masks_and_ages_that_are_zeroed_in_place_are_refused(hook: str, entry: s
     name = rf"{entry} of {SPARSE[1]}" if entry else rf"{ENTRIES[0]} of {SPARSE[0]}"
     with pytest.raises(memopt.UpdateError, match=rf"{name} was written to .* optimizer\.state\.clear\(\) keeps"):
         train(smet(update_every=5), Clears(zero, hook), steps=6)
+
+
+def zero_data(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    """As `zero_all`, behind autograd's back, which does not count such writes."""
+    zero_all(optimizer, weights, lambda value: value.data.zero_())
+
+
+def zero_anew(optimizer: Optimizer, weights: list[nn.Parameter]) -> None:
+    """Put zeros in the place of all that states hold."""
+    for state in optimizer.state.values():
+        state |= {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def test_masks_that_are_replaced_by_zeros_are_refused() -> None:
+    """Before the next update, which no weight would take, and whether or not the topology changes again."""
+    with pytest.raises(memopt.UpdateError, match=r"smet_mask of .* which weights are active") as raised:
+        train(smet(update_every=100), module := Clears(zero_anew, "on_train_batch_start"), steps=6)
+    assert module.trainer.global_step == 4 and "keeps the masks" in str(raised.value)
+
+
+def test_masks_that_are_zeroed_unseen_are_refused_before_they_change() -> None:
+    with pytest.raises(memopt.UpdateError, match=r"smet_mask of .* which weights are active"):
+        train(smet(update_every=5), module := Clears(zero_data, "on_train_batch_start"), steps=6)
+    assert module.trainer.global_step == 5
+
+
+class TakesOut(pl.Callback):
+    """Takes a layer out of its optimizer, its state as well."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            (group,) = trainer.optimizers[0].param_groups
+            group["params"] = [param for param in group["params"] if param is not module.net.up.weight]
+            del trainer.optimizers[0].state[module.net.up.weight]
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+def test_layers_may_be_taken_out_of_the_optimizer(growth: str, tmp_path: Path) -> None:
+    """The topology of the others goes on changing, and checkpoints know nothing of what was taken out."""
+    callback = smet(update_every=5, growth=growth)
+    run = train(callback, callbacks=[TakesOut()], steps=12)
+    run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert tuple(callback.masks) == SPARSE[1:] and callback.ages[SPARSE[1]].unique().tolist() == [0, 2, 7, 12]
+    assert run.module.net.up.weight not in run.optimizer.state
 
 
 def test_moments_may_be_zeroed_in_place() -> None:

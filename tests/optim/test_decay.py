@@ -27,6 +27,11 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert rest["weight_decay"] == 0.0
 
 
+def test_one_part_of_names_is_not_taken_for_its_letters() -> None:
+    decaying, spared = memopt.gefen(nn.Linear(3, 3), no_decay="bias").param_groups
+    assert [len(group["params"][0].shape) for group in (decaying, spared)] == [2, 1]
+
+
 def named(module: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
     """Names of each group's parameters, as before a part was wrapped."""
     names = {param: name.replace("_fsdp_wrapped_module.", "") for name, param in module.named_parameters()}
