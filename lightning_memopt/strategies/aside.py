@@ -55,7 +55,7 @@ class _Completing(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         path = Path(path)
         remove(aside(path))
-        self.io.save_checkpoint(checkpoint, aside(path), storage_options)
+        self.io.save_checkpoint(checkpoint, aside(path), storage_options=storage_options)  # as Lightning calls it
         take_place(path)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class CompleteCheckpoints(ModelParallelStrategy):
     def _save_file(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
         self.barrier()  # all ranks have given what it holds of them
         if self.global_rank == 0:
-            completing(self.checkpoint_io).save_checkpoint(checkpoint, path, storage_options)
+            completing(self.checkpoint_io).save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def teardown(self) -> None:
         """Also wait for what other threads write, and raise what went wrong there, which Lightning's leaves out."""

@@ -261,6 +261,22 @@ def test_wrappers_of_wrappers_give_files_their_names_once_complete(tmp_path: Pat
     assert not [*tmp_path.iterdir()]
 
 
+class TakesNames(TorchCheckpointIO):
+    """Takes options by their names, as Lightning gives them."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, **options: Any) -> None:
+        assert options == {"storage_options": None}
+        super().save_checkpoint(checkpoint, path)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_files_are_written_by_the_users_own_means(ranks: dict[int, Ranks], later: bool, tmp_path: Path) -> None:
+    io = AsyncCheckpointIO(TakesNames()) if later else TakesNames()
+    path = tmp_path / "a.ckpt"
+    ranks[1](train, partial(Module, net=Deep), FORMATS["file"], callbacks=[Twice(path)], plugins=[io], max_steps=6)
+    assert torch.load(path, weights_only=False)["global_step"] == 5
+
+
 def test_incomplete_folders_are_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:
     """Whichever of the closing files is missing; and a checkpoint of another optimizer or module says so."""
     two, make, path = ranks[2], partial(Module, net=Deep), tmp_path / "a.ckpt"
