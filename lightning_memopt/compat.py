@@ -309,6 +309,12 @@ CASES = (
         "a sparse layer's weight is the embedding matrix too. Untie them, or exclude the layer.",
     ),
     Case(
+        "weight averaging callbacks with SMET",
+        "refused",
+        "averages over several masks are of no mask: weights that are inactive in the end are not zero in them. Leave "
+        "the callback out, or keep the first masks with prune_fraction=0.",
+    ),
+    Case(
         "a checkpoint of SMET without SMET",
         "refused",
         "the checkpoint holds optimizer state of active weights only. Add the callback lightning_memopt.SMET with the "

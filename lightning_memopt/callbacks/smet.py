@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -159,7 +160,8 @@ class SMET(pl.Callback):
         """Tell the strategy which weights will be sparse, before it creates the optimizer's states.
 
         Raises:
-            UnsupportedError: The strategy does not fuse updates, or there is another `SMET`.
+            UnsupportedError: The strategy does not fuse updates, there is another `SMET`, or a callback averages
+                weights whose masks change.
             UpdateError: Masks of an earlier fit, which training goes on with, were written to.
         """
         if stage != "fit":
@@ -171,6 +173,9 @@ class SMET(pl.Callback):
             raise refusal("SMET under another strategy", f"SMET under {type(strategy).__name__}")
         if sum(isinstance(callback, SMET) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise UnsupportedError("SMET: only one per run; give several densities by pattern.")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if self.prune_fraction and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise refusal("weight averaging callbacks with SMET", type(callback).__name__)
         self._kept = {name: layer.bits for name, layer in self.layers.items()}
         self.layers, self._targets, self._trainer = {}, None, trainer
         self._saved = set()

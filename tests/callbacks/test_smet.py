@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import OPTIMIZERS, Module, Net, fit, next_token_loss, square_loss, tokens, vectors
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from sparse_oracle import Oracle
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -647,6 +647,17 @@ def test_other_strategies_are_refused() -> None:
     """With the reason and the way out."""
     with pytest.raises(memopt.UnsupportedError, match=row("SMET under another strategy")):
         fit(Module(), "auto", callbacks=[smet()])
+
+
+@pytest.mark.parametrize("average", [WeightAveraging, partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)])
+def test_averages_over_several_masks_are_refused(average: Callable[[], pl.Callback]) -> None:
+    """Averages over one mask are as sparse as it."""
+    with pytest.raises(memopt.UnsupportedError, match=row("weight averaging callbacks with SMET")):
+        train(smet(), steps=5, callbacks=[average()])
+    callback = smet(prune_fraction=0.0)
+    train(callback, steps=-1, max_epochs=3, data=tokens(10), callbacks=[average()])
+    layers = callback.layers.values()
+    assert layers and all(layer.param.any() and not layer.param[~layer.mask()].any() for layer in layers)
 
 
 @pytest.mark.parametrize(
