@@ -226,6 +226,11 @@ class SMET(pl.Callback):
         if not self.layers:
             raise UnsupportedError("SMET: none of the layers to make sparse is trained by an optimizer.")
         self._zero(trainer)
+        if self._saved and (new := [name for name in self.layers if name not in self._saved]):
+            rank_zero_warn(
+                f"SMET: {', '.join(new)} had no mask in the run that wrote the checkpoint. Masks were drawn at random, "
+                "and what they leave out is zero from here on."
+            )
         self._step = trainer.global_step
         total = trainer.estimated_stepping_batches
         if math.isinf(total) and (self.stop_at is not None or self.prune_schedule != "constant"):

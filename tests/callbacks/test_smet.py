@@ -561,6 +561,14 @@ def test_dense_checkpoint_becomes_sparse(tmp_path: Path) -> None:
     train(callback, steps=14, ckpt_path=path, callbacks=[First()])
 
 
+def test_layers_that_become_sparse_on_resume_are_named(tmp_path: Path) -> None:
+    """Others go on with their masks and are not."""
+    path = saved(tmp_path, [smet(exclude=["net.up", "net.head"])])
+    with pytest.warns(UserWarning, match=r"SMET: net\.up\.weight had no mask in the run") as caught:
+        train(smet(exclude=["net.head"]), steps=14, ckpt_path=path)
+    assert not any("net.down" in str(warning.message) for warning in caught)
+
+
 def test_other_density_or_block_on_resume_is_refused(tmp_path: Path) -> None:
     """Neither can change in the middle of a run."""
     path = saved(tmp_path, [smet()])
