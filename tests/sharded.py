@@ -214,6 +214,15 @@ def train(
     return _train(make, made, save, inspect, **options)
 
 
+def threads_after(runs: int) -> list[int]:
+    """How many threads this process has after each of so many runs."""
+    counts = []
+    for _ in range(runs):
+        train(max_steps=1)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
 def train_told(later: bool, *args: Any, **options: Any) -> dict[str, Any]:
     """Train with hosts that run ahead; `later`: as if kernels left out by themselves what is not finite."""
     from lightning_memopt.backward.sharded_updater import ShardedUpdater

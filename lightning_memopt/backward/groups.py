@@ -10,14 +10,14 @@ them. After a run that broke off, what it sent may still be under way in its gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_memopt.backward.exchange import Ranks
 from lightning_memopt.backward.outbox import Outbox
@@ -30,11 +30,13 @@ class _Kept:
     Attributes:
         world: The default group that they belong to.
         groups: By backend, timeout and the members of all groups made together, this rank's own.
+        meshes: By device type, shape and names of dimensions.
         broken: A run of this rank broke off since they were made.
     """
 
     world: dist.ProcessGroup | None = None
     groups: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict)
+    meshes: dict[tuple[Any, ...], DeviceMesh] = field(default_factory=dict)
     broken: bool = False
 
 
@@ -47,12 +49,22 @@ def spoil() -> None:
 
 
 def renew(device: torch.device) -> None:
-    """Before a run, on all ranks together: forget the groups if any rank's run broke off."""
+    """Before a run, on all ranks together: forget groups and meshes if any rank's run broke off."""
     broken = torch.tensor(int(_kept.broken), device=device)
     dist.all_reduce(broken, op=dist.ReduceOp.MAX)
     if broken.item() or _kept.world is not dist.group.WORLD:
         _kept.groups.clear()
+        _kept.meshes.clear()
     _kept.world, _kept.broken = dist.group.WORLD, False
+
+
+def kept_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these names and sizes of dimensions, which has groups, too; `renew` comes first."""
+    key = (device_type, *dimensions.items())
+    if key not in _kept.meshes:
+        names = tuple(dimensions)
+        _kept.meshes[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=names)
+    return _kept.meshes[key]
 
 
 def kept_group(members: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:

@@ -15,16 +15,17 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.backward.exchange import Ranks
-from lightning_memopt.backward.groups import ranks_of, renew, spoil
+from lightning_memopt.backward.groups import kept_mesh, ranks_of, renew, spoil
 from lightning_memopt.backward.peers import Peers
 from lightning_memopt.backward.sharded_updater import ShardedUpdater
 from lightning_memopt.backward.windows import any_reason, why_not
@@ -124,10 +125,16 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         if ranks % self.replicate:
             raise UnsupportedError(f"replicate={self.replicate} does not divide the {ranks} devices.")
         self._data_parallel_size, self._tensor_parallel_size = ranks, 1
-        super().setup_environment()
+        # As Lightning's strategy does, but for the mesh, of which it makes one per run: its groups would never end.
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
+        renew(self.root_device)
+        kind, module = self.root_device.type, self.lightning_module
+        self._device_mesh = kept_mesh(kind, {"data_parallel": ranks, "tensor_parallel": 1})
+        assert module is not None
+        module._device_mesh = self._device_mesh  # what `configure_model` may use
         if self.replicate > 1:
-            shape = (self.replicate, ranks // self.replicate)
-            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+            self._mesh = kept_mesh(kind, {"replicate": self.replicate, "shard": ranks // self.replicate})
         else:
             self._mesh = self.device_mesh["data_parallel"]
 
@@ -200,7 +207,6 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         sharding.rebind(self.optimizers, self._names_before, module)
         self._names_before = {}
         if self._peers is None:
-            renew(self.root_device)
             self._peers = Peers(self.world_size, self.timeout)
         if self._ranks is None:
             assert self._mesh is not None

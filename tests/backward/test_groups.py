@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_memopt.backward.groups import kept_group, renew, spoil
+from lightning_memopt.backward.groups import kept_group, kept_mesh, renew, spoil
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -34,6 +34,18 @@ def test_runs_share_groups_until_one_breaks_off(alone: None) -> None:
     assert again is not first
     renew(cpu)
     assert kept_group([[0]], TIMEOUT) is again
+
+
+def test_runs_share_meshes_until_one_breaks_off(alone: None) -> None:
+    cpu = torch.device("cpu")
+    renew(cpu)
+    first = kept_mesh("cpu", {"a": 1, "b": 1})
+    renew(cpu)
+    assert kept_mesh("cpu", {"a": 1, "b": 1}) is first and first.mesh_dim_names == ("a", "b")
+    assert kept_mesh("cpu", {"a": 1}) is not first
+    spoil()
+    renew(cpu)
+    assert kept_mesh("cpu", {"a": 1, "b": 1}) is not first
 
 
 def test_groups_of_another_default_group_are_forgotten(alone: None, tmp_path: Path) -> None:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import OPTIMIZERS, QUIET, Module, Net, next_token_loss
-from sharded import BATCH, Deep, Ranks, ShardsItself, Straight, Wide, data, furthest, train, train_forge, train_plain
+from sharded import (
+    BATCH,
+    Deep,
+    Ranks,
+    ShardsItself,
+    Straight,
+    Wide,
+    data,
+    furthest,
+    threads_after,
+    train,
+    train_forge,
+    train_plain,
+)
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -387,3 +401,10 @@ def test_every_stage(two: Ranks) -> None:
     results = two(every_stage)
     assert all(result["finite"] for result in results)
     assert results[0]["losses"] == pytest.approx(every_stage()["losses"], abs=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_runs_leave_no_threads(two: Ranks) -> None:
+    """The groups of one run serve the next."""
+    for first, second, third in two(threads_after, 3):
+        assert first == second == third
