@@ -129,17 +129,6 @@ def store(
 
 
 @triton.jit
-def random_bits(key, start, offset, columns, WIDTH: tl.constexpr):
-    """`tiles.random_bits` of a tile, with hashes shared where rows allow it, as nearly always."""
-    column = tl.arange(0, WIDTH)[None, :]
-    if (offset | columns) & (_ALIGNED - 1) == 0:
-        random = tiles.random_bits_of_rows(key, start + offset, column)
-    else:
-        random = tiles.random_bits(key, (start + offset)[:, None] + column)
-    return random
-
-
-@triton.jit
 def step(
     raw, start, place, valid, w_ptr, values, scales, factor_ptr, row_ptr, key_ptr, nonfinite_ptr, offset,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -202,7 +191,9 @@ def step(
         m0 = tl.where(keep, m0, old0 * unit0)
         m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1 * unit1)
         m2 = tl.where(keep, m2, old2 * unit2)
-    random = random_bits(tl.load(key_ptr), start, offset, place[2], raw.shape[1])
+    column = tl.arange(0, raw.shape[1])[None, :]
+    aligned = (offset | place[2]) & (_ALIGNED - 1) == 0
+    random = tiles.random_bits_of_rows(tl.load(key_ptr), start + offset, column, aligned)
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:

@@ -97,10 +97,7 @@ def step(
         m1 = gl.where((count > 0)[:, None], m1, old1) if SHARED else gl.where(keep, m1, old1 * unit_m1)
         m2 = gl.where(keep, m2, old2 * unit_m2)
     column = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))[None, :]
-    if ALIGNED:
-        random = tiles.random_bits_of_rows(key, start, column)
-    else:
-        random = tiles.random_bits(key, start[:, None] + column)
+    random = tiles.random_bits_of_rows(key, start, column, ALIGNED)
     dtype: gl.constexpr = held[0].dtype
     w = tiles.round_bf16(w, tiles.high_bits(random)) if STOCHASTIC and dtype == gl.bfloat16 else w.to(dtype)
     return w, (m0, m1, m2), random

@@ -105,13 +105,22 @@ def random_bits(key, index):
 
 
 @triton.jit
-def random_bits_of_rows(key, start, column):
-    """`random_bits` of rows of a tile, whose first indices `start` [N] are multiples of `ALIGNED`.
+def random_bits_of_rows(key, start, column, aligned):
+    """`random_bits` of rows of a tile; where hashes can be shared, as nearly always, they are.
 
-    The compiler sees which of the columns [1, WIDTH] share a hash, and that a thread's factors are constants.
+    Args:
+        key: As in `random_bits`.
+        start: Integers [N], the first index of each row.
+        column: [1, WIDTH], what is added to it.
+        aligned: Whether all of `start` are multiples of `ALIGNED`, known to the compiler or not. It then sees which
+            columns share a hash, and that a thread's factors are constants.
     """
-    first = start.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
-    return _hash(first[:, None] + _spread(column)) * _own_factor(column)
+    if aligned:
+        first = start.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
+        random = _hash(first[:, None] + _spread(column)) * _own_factor(column)
+    else:
+        random = random_bits(key, start[:, None] + column)
+    return random
 
 
 @triton.jit
