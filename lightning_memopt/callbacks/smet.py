@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from lightning_memopt.sparsity.density import densities, sparse_layers
 from lightning_memopt.sparsity.layer import Settings, SparseLayer
 from lightning_memopt.sparsity.schedule import TopologySchedule
 from lightning_memopt.sparsity.untouched import Untouched, check_count
-from lightning_memopt.strategies.mixin import ForgeMixin
+from lightning_memopt.strategies.mixin import ForgeMixin, averaging_callbacks
 
 # Steps before and after a topology update whose mean loss is logged.
 WINDOW = 10
@@ -173,9 +172,8 @@ class SMET(pl.Callback):
             raise refusal("SMET under another strategy", f"SMET under {type(strategy).__name__}")
         if sum(isinstance(callback, SMET) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise UnsupportedError("SMET: only one per run; give several densities by pattern.")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self.prune_fraction and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise refusal("weight averaging callbacks with SMET", type(callback).__name__)
+        if self.prune_fraction and (names := averaging_callbacks(trainer)):
+            raise refusal("weight averaging callbacks with SMET", names[0])
         self._kept = {name: layer.bits for name, layer in self.layers.items()}
         self.layers, self._targets, self._trainer = {}, None, trainer
         self._saved = set()

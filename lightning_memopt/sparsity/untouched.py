@@ -24,7 +24,7 @@ class Untouched:
     """Masks and ages as they were when last noted."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._owners: list[tuple[str, str]] = []  # entry and parameter; a message is made of them only if it is raised
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -36,7 +36,7 @@ class Untouched:
             state = layer.slot.optimizer.state.get(layer.slot.param, {})
             for entry in (MASK, INDEX, COHORT):
                 if entry in state and not state[entry].is_inference():  # whose writes are not counted
-                    self._names.append(f"{entry} of {layer.slot.name}")
+                    self._owners.append((entry, layer.slot.name))
                     self._tensors.append(state[entry])
         self._versions = _versions(self._tensors)
 
@@ -48,12 +48,12 @@ class Untouched:
         """
         versions = _versions(self._tensors)
         if versions != self._versions:
-            known = zip(self._names, versions, self._versions, strict=True)
-            raise _lost(next(name for name, now, then in known if now != then))
+            known = zip(self._owners, versions, self._versions, strict=True)
+            raise _lost(*next(owner for owner, now, then in known if now != then))
 
     def forget(self) -> None:
         """Let go of the tensors."""
-        self._names, self._tensors, self._versions = [], [], []
+        self._owners, self._tensors, self._versions = [], [], []
 
 
 def check_count(layer: SparseLayer) -> None:
@@ -63,15 +63,15 @@ def check_count(layer: SparseLayer) -> None:
         UpdateError: It has not.
     """
     if count(layer.bits, layer.shard.count) != layer.own:
-        raise _lost(f"{MASK} of {layer.slot.name}")
+        raise _lost(MASK, layer.slot.name)
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def _lost(name: str) -> UpdateError:
+def _lost(entry: str, name: str) -> UpdateError:
     return UpdateError(
-        f"SMET: {name} was written to in the optimizer's state, so which weights are active, or how old they are, is "
-        "lost. To begin moments anew do not zero all of a state; optimizer.state.clear() keeps the masks."
+        f"SMET: {entry} of {name} was written to in the optimizer's state, so which weights are active, or how old "
+        "they are, is lost. To begin moments anew do not zero all of a state; optimizer.state.clear() keeps the masks."
     )

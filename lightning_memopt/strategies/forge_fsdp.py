@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -36,7 +35,7 @@ from lightning_memopt.kernels.update import Beside
 from lightning_memopt.sparsity import portable
 from lightning_memopt.strategies import sharded_checkpoint, sharding
 from lightning_memopt.strategies.gathering import by_copies, gather_by_collectives, gather_by_copies
-from lightning_memopt.strategies.mixin import ForgeMixin, check_choice
+from lightning_memopt.strategies.mixin import ForgeMixin, averaging_callbacks, check_choice
 
 
 class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
@@ -194,10 +193,9 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
 
     def _check_callbacks(self, trainer: pl.Trainer) -> None:
         """Refuse averages of the weights: Lightning's copy of the module was made of it before it was sharded."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
-            if averages and trainer.state.fn == TrainerFn.FITTING:
-                raise refusal("weight averaging callbacks, sharded", type(callback).__name__)
+        names = averaging_callbacks(trainer)
+        if names and trainer.state.fn == TrainerFn.FITTING:
+            raise refusal("weight averaging callbacks, sharded", names[0])
 
     def _prepare_optimizers(self) -> None:
         """Hand the optimizers the sharded parameters, and the updater what it must know of them."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
@@ -362,6 +363,12 @@ def make_clip(clip_val: float, algorithm: str | None) -> Clip:
     if algorithm == GradClipAlgorithmType.VALUE:
         return Clip(value=float(clip_val))
     return Clip(norm=float(clip_val))
+
+
+def averaging_callbacks(trainer: pl.Trainer) -> list[str]:
+    """Class names of the callbacks that average weights over steps."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [type(c).__name__ for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
