@@ -33,8 +33,8 @@ TURNS, TILES = 4, 4
 LEFT_TO_BARRIERS = 2
 # Shared memory of a block on Hopper, less what barriers and reductions take.
 SHARED = 227 * 1024 - 1024
-# Of that, what a tile of dW takes that is handed over.
-SHELF = TILE_ROWS * TILE_COLUMNS * 4
+# Of that, what a tile of dW takes that is handed over, or is set aside for factors of the columns of two tiles.
+SHELF, FACTORS = TILE_ROWS * TILE_COLUMNS * 4, 2 * TILE_COLUMNS * 4
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,

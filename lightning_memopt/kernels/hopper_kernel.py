@@ -20,71 +20,33 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from lightning_memopt.kernels import codes, tiles
-from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, TILE_ROWS, multiply, operands, tile_position
-from lightning_memopt.kernels.hopper_step import CHUNK
-from lightning_memopt.kernels.hopper_update import (
-    ACROSS,
-    CHUNKS,
-    QUARTER,
-    read_scales,
-    row_sums,
-    scale_pointers,
-    update_tile,
+from lightning_memopt.kernels.hopper_matmul import (
+    HALF,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    first_product,
+    more_products,
+    operands,
+    tile_position,
 )
+from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, piece_offset, stream
+from lightning_memopt.kernels.hopper_step import CHUNK
+from lightning_memopt.kernels.hopper_update import QUARTER, read_scales, row_sums, scale_pointers, update_tile
 
 _ROWS, _COLUMNS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS)
-_CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
+_CHUNK, _BLOCKS, _PIECES = gl.constexpr(CHUNK), gl.constexpr(BLOCKS), gl.constexpr(PIECES)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
 _SURE = gl.constexpr(codes.SURE)
+# How a group reads the factors of a tile's columns, and how they lie in shared memory.
+_FACTORS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-# ---------------------------------------------------------------------------------------------------------- chunk ring
-@gluon.jit
-def _chunk_position(e, down, across, group):
-    """Row and column of the `e`-th chunk that this program works on."""
-    row, column = tile_position(gl.program_id(0) + e // _CHUNKS * gl.num_programs(0), down, across, group)
-    c = e % _CHUNKS
-    return row * _ROWS + c // _ACROSS * _CHUNK, column * _COLUMNS + c % _ACROSS * _CHUNK
-
-
-@gluon.jit
-def fetch(tensors, rings, ready, slot, position, COUNT: gl.constexpr, BYTES: gl.constexpr):
-    """Ask for what lies at `position` of weight and moments, into a slot of their rings."""
-    mbarrier.expect(ready.index(slot), BYTES)
-    for i in gl.static_range(COUNT):
-        tma.async_copy_global_to_shared(tensors[i], position, ready.index(slot), rings[i].index(slot))
-
-
-@gluon.jit
-def _stream(
-    tensors, rings, ready, done, down, across, group,
-    COUNT: gl.constexpr, BYTES: gl.constexpr, LAG: gl.constexpr,
-):  # fmt: skip
-    """Fetch chunks; once one is updated in place, write it back; reuse its slot `LAG` chunks later."""
-    slots: gl.constexpr = rings[0].type.shape[0]
-    total = gl.cdiv(down * across - gl.program_id(0), gl.num_programs(0)) * _CHUNKS
-    for e in range(gl.minimum(slots, total)):
-        row, column = _chunk_position(e, down, across, group)
-        fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
-    for e in range(total):
-        slot = e % slots
-        row, column = _chunk_position(e, down, across, group)
-        mbarrier.wait(done.index(slot), (e // slots) & 1)
-        for i in gl.static_range(COUNT):
-            tma.async_copy_shared_to_global(tensors[i], [row, column], rings[i].index(slot))
-        tma.store_wait(pendings=COUNT * LAG)
-        n = e + slots - LAG
-        if (n >= slots) & (n < total):
-            row, column = _chunk_position(n, down, across, group)
-            fetch(tensors, rings, ready, n % slots, [row, column], COUNT, BYTES)
-    tma.store_wait(pendings=0)
-
-
-# ----------------------------------------------------------------------------------------------------------- consumers
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr, shared,
@@ -93,7 +55,8 @@ def _consume(
 ):  # fmt: skip
     """Every other tile of this program: its matmul while the other group updates, then its update."""
     dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn = shared[:9]
-    down, across, steps, group, rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scale_ptrs, factor = shared[9:]
+    down, across, steps, group, rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, scale_ptrs = shared[9:20]
+    factor, factors = shared[20:]
     stages: gl.constexpr = x_ring.type.shape[0]
     SHARED: gl.constexpr = len(KINDS) > 1 and KINDS[1] == _MEAN
     common, own = tiles.scalars(row_ptr, SCALARS)
@@ -107,33 +70,40 @@ def _consume(
     key = gl.load(key_ptr)
     scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
     i = GROUP * steps
-    e = GROUP * _CHUNKS
+    e = GROUP * _PIECES
     parity = 1 - GROUP
-    for tile in range(gl.program_id(0) + GROUP * gl.num_programs(0), down * across, 2 * gl.num_programs(0)):
-        tile_row, tile_column = tile_position(tile, down, across, group)
+    first = gl.program_id(0) + GROUP * gl.num_programs(0)
+    next_row, next_column = tile_position(first, down, across, group)
+    for tile in range(first, down * across, 2 * gl.num_programs(0)):
+        tile_row, tile_column = next_row, next_column
         row, column = tile_row * _ROWS, tile_column * _COLUMNS
         # Asked for now, so that they are there when the matmul is done.
         existing = rows - row - in_chunk
-        scale_at = (row + in_chunk) * scale_row + tile_column * _ACROSS
+        scale_at = (row + in_chunk) * scale_row + tile_column * _BLOCKS
         shared_at = (row + in_chunk) * shared_row + tile_column * (_COLUMNS // WIDTH)
         scales = ()
-        for c in gl.static_range(_CHUNKS):
-            r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
+        for c in gl.static_range(_PIECES):
+            r, k = piece_offset(c, False)
             at, shared_c = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
             mask = (existing > r) & (column + k < columns)
             scales = scales + (read_scales(scale_pointers(scale_ptrs, at, shared_c, KINDS), mask, KINDS),)
-        mbarrier.wait(turn.index(GROUP), parity)
-        acc, i = multiply(i, dy_ring, x_ring, full, empty, steps)
-        mbarrier.arrive(turn.index(1 - GROUP), count=1)
         if factor is not None:
-            # While the last products are on their way; earlier, registers would have to be spilled for these.
-            at = column + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _HALF))
-            factors = gl.load(factor + at, mask=at < columns, other=1.0)
+            # Zeros beyond the last column, where dW is zero.
+            at = column + gl.arange(0, _COLUMNS, _FACTORS)
+            async_copy.async_copy_global_to_shared(factors.index(GROUP), factor + at, mask=at < columns)
+            async_copy.commit_group()
+        mbarrier.wait(turn.index(GROUP), parity)
+        acc = first_product(i, dy_ring, x_ring, full)
+        # Divisions, while products are on their way.
+        next_row, next_column = tile_position(tile + 2 * gl.num_programs(0), down, across, group)
+        acc, i = more_products(acc, i, dy_ring, x_ring, full, empty, steps)
+        mbarrier.arrive(turn.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
         i += steps
         if factor is not None:
-            acc *= factors[None, :]
+            async_copy.wait_group(0)
+            acc *= factors.index(GROUP).load(gl.SliceLayout(0, _HALF))[None, :]
         if SHARED:
             # If the sum of all squares is below the square of what surely can be taken, so is each; NaN is not.
             sums = row_sums(acc * acc)
@@ -160,7 +130,7 @@ def _consume(
                 chunk_turn.index(1 - GROUP), rings, scale_ptrs, factor, nonfinite_ptr, common, own, bend,
                 TILE, KINDS, WIDTH, STOCHASTIC, ALIGNED, False,
             )  # fmt: skip
-        e += 2 * _CHUNKS
+        e += 2 * _PIECES
         parity ^= 1
 
 
@@ -202,6 +172,9 @@ def weight_gradient_update(
     if moments > 2:
         tensors = tensors + (m2,)
         rings = rings + (gl.allocate_shared_memory(m2.dtype, [SLOTS, _CHUNK, _CHUNK], m2.layout),)
+    factors = rings[0]  # stands in where there are none
+    if factor is not None:
+        factors = gl.allocate_shared_memory(gl.float32, [2, _COLUMNS], _PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -222,14 +195,15 @@ def weight_gradient_update(
     steps = gl.cdiv(tokens, x.block_type.shape[0])
     shared = (
         dy_ring, x_ring, full, empty, turn, rings, ready, done, chunk_turn, down, across, steps, group,
-        rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, (scale0, scale1, scale2), factor,
+        rows, columns, offset, row_ptr, key_ptr, nonfinite_ptr, (scale0, scale1, scale2),
+        factor, factors,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consume, (0, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC, ALIGNED)),
             (_consume, (1, shared, TILE, SCALARS, KINDS, WIDTH, STOCHASTIC, ALIGNED)),
             (operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
-            (_stream, (tensors, rings, ready, done, down, across, group, moments + 1, BYTES, LAG)),
+            (stream, (tensors, rings, ready, done, down, across, group, BYTES, LAG, False)),
         ],
         [4, 1, 1],
         [232, 40, 40],

@@ -16,11 +16,27 @@ _ROWS, _COLUMNS, _HALF = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS), gl
 
 @gluon.jit
 def tile_position(i, down, across, group):
-    """Tile `i` of a `down` by `across` grid, taken in bands of `group` rows so that operands stay in L2."""
+    """Tile `i` of a `down` by `across` grid, taken in bands of `group` rows so that operands stay in L2.
+
+    Some position for tiles beyond the last, which some ask for ahead.
+    """
     band = group * across
     first = (i // band) * group
-    height = gl.minimum(down - first, group)
+    height = gl.maximum(gl.minimum(down - first, group), 1)
     return first + (i % band) % height, (i % band) // height
+
+
+@gluon.jit
+def corner(n, down, across, group):
+    """First row and column of the `n`-th tile that this program works on."""
+    row, column = tile_position(gl.program_id(0) + n * gl.num_programs(0), down, across, group)
+    return row * _ROWS, column * _COLUMNS
+
+
+@gluon.jit
+def tile_count(down, across):
+    """How many tiles this program works on."""
+    return gl.cdiv(down * across - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
@@ -41,20 +57,31 @@ def operands(dy, x, dy_ring, x_ring, full, empty, down, across, steps, group):
 
 
 @gluon.jit
-def multiply(i, dy_ring, x_ring, full, empty, steps):
-    """All token steps of one tile, one wgmma in flight; the last one is still running on return."""
+def first_product(i, dy_ring, x_ring, full):
+    """The first token step of one tile, which is still running on return."""
     stages: gl.constexpr = x_ring.type.shape[0]
     acc = gl.zeros([_ROWS, _COLUMNS], gl.float32, _HALF)
-    for t in range(steps):
-        stage = i % stages
-        mbarrier.wait(full.index(stage), (i // stages) & 1)
-        acc = warpgroup_mma(
-            dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True, use_acc=t > 0
-        )
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1, pred=t > 0)
+    return _product(acc, i % stages, (i // stages) & 1, dy_ring, x_ring, full, False)
+
+
+@gluon.jit
+def more_products(acc, i, dy_ring, x_ring, full, empty, steps):
+    """The others, from the second on, one wgmma in flight; the last one is still running on return."""
+    stages: gl.constexpr = x_ring.type.shape[0]
+    for _ in range(1, steps):
         i += 1
-    return acc, i
+        stage = i % stages
+        acc = _product(acc, stage, (i // stages) & 1, dy_ring, x_ring, full, True)
+        mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
+    return acc, i + 1
+
+
+@gluon.jit
+def _product(acc, stage, parity, dy_ring, x_ring, full, MORE: gl.constexpr):
+    """Start the product of a stage, once it is there, and wait for the one before it."""
+    mbarrier.wait(full.index(stage), parity)
+    acc = warpgroup_mma(dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True, use_acc=MORE)
+    return warpgroup_mma_wait(1, deps=(acc,))
 
 
 @gluon.jit

@@ -22,27 +22,26 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from lightning_memopt.kernels import codes, tiles
-from lightning_memopt.kernels.hopper_kernel import fetch
 from lightning_memopt.kernels.hopper_matmul import (
     HALF,
     TILE_COLUMNS,
     TILE_ROWS,
+    corner,
+    first_product,
     halves,
-    multiply,
+    more_products,
     operands,
+    tile_count,
     tile_position,
 )
+from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, STRIP, piece_offset, stream
 from lightning_memopt.kernels.hopper_step import CHUNK, step, stored
 
 WARPS = 8
 HALVES = 2
-# A strip: as many weights as a chunk, but whole rows of the tile.
-STRIP = CHUNK * CHUNK // TILE_COLUMNS
-STRIPS = TILE_ROWS // STRIP
-BLOCKS = TILE_COLUMNS // CHUNK
 # How a strip lies in registers as it lies in memory, and as a chunk, each row of which is a block; they are the same.
 AS_STRIP = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
 AS_CHUNK = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
@@ -56,7 +55,7 @@ def _shelf(rows: int) -> gl.SharedLinearLayout:
 
 _SHELF, _SHELF_HALF = gl.constexpr(_shelf(STRIP)), gl.constexpr(_shelf(TILE_ROWS // HALVES))
 _ROWS, _COLUMNS, _CHUNK = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS), gl.constexpr(CHUNK)
-_STRIP, _STRIPS, _BLOCKS, _HALVES = (gl.constexpr(count) for count in (STRIP, STRIPS, BLOCKS, HALVES))
+_STRIP, _PIECES, _BLOCKS, _HALVES = (gl.constexpr(count) for count in (STRIP, PIECES, BLOCKS, HALVES))
 _HALF, _AS_STRIP, _AS_CHUNK = gl.constexpr(HALF), gl.constexpr(AS_STRIP), gl.constexpr(AS_CHUNK)
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _OF_A_WARP = gl.constexpr(gl.BlockedLayout([CHUNK // 32], [32], [1], [0]))
@@ -76,7 +75,8 @@ def _products(shared, SCALARS: gl.constexpr):
     shelf_halves = shelf._reinterpret(gl.float32, [_HALVES, _ROWS // _HALVES, _COLUMNS], _SHELF_HALF)
     i, parity = 0, 1
     for _ in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        acc, i = multiply(i, dy_ring, x_ring, full, empty, steps)
+        acc = first_product(i, dy_ring, x_ring, full)
+        acc, i = more_products(acc, i, dy_ring, x_ring, full, empty, steps)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((i + stages - 1) % stages), count=1)
         small = tiles.small_enough(gl.sum(gl.sum(acc * acc, 1), 0))
@@ -97,51 +97,23 @@ def _products(shared, SCALARS: gl.constexpr):
         parity ^= 1
 
 
-# ------------------------------------------------------------------------------------------------------ to and from it
+# -------------------------------------------------------------------------------------------------------------- scales
 @gluon.jit
-def _strip_position(e, down, across, group):
-    """Row and column of the `e`-th strip that this program works on."""
-    row, column = tile_position(gl.program_id(0) + e // _STRIPS * gl.num_programs(0), down, across, group)
-    return row * _ROWS + e % _STRIPS * _STRIP, column * _COLUMNS
-
-
-@gluon.jit
-def _stream(shared, COUNT: gl.constexpr, BYTES: gl.constexpr):
-    """Fetch strips; once one is updated in place, write it back, and fetch another into its slot."""
-    tensors, rings, ready, done, total, down, across, group = shared
-    slots: gl.constexpr = rings[0].type.shape[0]
-    for e in range(gl.minimum(slots, total)):
-        row, column = _strip_position(e, down, across, group)
-        fetch(tensors, rings, ready, e, [row, column], COUNT, BYTES)
-    for e in range(total):
-        slot = e % slots
-        row, column = _strip_position(e, down, across, group)
-        next_row, next_column = _strip_position(e + slots, down, across, group)
-        mbarrier.wait(done.index(slot), (e // slots) & 1)
-        for i in gl.static_range(COUNT):
-            tma.async_copy_shared_to_global(tensors[i], [row, column], rings[i].index(slot))
-        if e + slots < total:
-            tma.store_wait(pendings=0)
-            fetch(tensors, rings, ready, slot, [next_row, next_column], COUNT, BYTES)
-    tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def _scale_places(e, down, across, group, rows, columns):
-    """Where the scales of the `e`-th strip lie, and which exist."""
-    row, column = _strip_position(e, down, across, group)
+def _scale_places(c, row, column, rows, columns):
+    """Where the scales of the `c`-th strip of the tile at `row` and `column` lie, and which exist."""
     i = gl.arange(0, _CHUNK, _OF_A_WARP)
-    r, k = row + i // _BLOCKS, column + i % _BLOCKS * _CHUNK
+    first, _ = piece_offset(c, True)
+    r, k = row + first + i // _BLOCKS, column + i % _BLOCKS * _CHUNK
     return r * gl.cdiv(columns, _CHUNK) + k // _CHUNK, (r < rows) & (k < columns)
 
 
 @gluon.jit
-def _ask(e, total, pointers, down, across, group, rows, columns, KINDS: gl.constexpr):
-    at, exist = _scale_places(e, down, across, group, rows, columns)
+def _ask(c, row, column, pointers, rows, columns, KINDS: gl.constexpr):
+    at, exist = _scale_places(c, row, column, rows, columns)
     asked = ()
     for i in gl.static_range(len(KINDS)):
         if KINDS[i] >= _SIGNED:
-            asked = asked + (gl.load(pointers[i] + at, mask=exist & (e < total), other=1.0).to(gl.float32),)
+            asked = asked + (gl.load(pointers[i] + at, mask=exist, other=1.0).to(gl.float32),)
         else:
             asked = asked + (at,)
     return asked
@@ -149,14 +121,23 @@ def _ask(e, total, pointers, down, across, group, rows, columns, KINDS: gl.const
 
 @gluon.jit
 def _scales(shared, KINDS: gl.constexpr, SLOTS: gl.constexpr):
-    """The same for scales: those of the next strip are asked for while this one's wait for their slot."""
-    pointers, rings, ready, done, total, down, across, group, rows, columns = shared
-    asked = _ask(0, total, pointers, down, across, group, rows, columns, KINDS)
+    """As `stream`, for scales: those of the next strip are asked for while this one's wait for their slot."""
+    pointers, rings, ready, done, down, across, group, rows, columns = shared
+    total = tile_count(down, across) * _PIECES
+    # First row and column of the tile whose scales are taken back, and of the one whose are asked for.
+    row, column = 0, 0
+    next_row, next_column = corner(0, down, across, group)
+    asked = _ask(0, next_row, next_column, pointers, rows, columns, KINDS)
     for e in range(total + SLOTS):
-        slot = e % SLOTS
-        later = _ask(e + 1, total, pointers, down, across, group, rows, columns, KINDS)
-        if e >= SLOTS:
-            at, exist = _scale_places(e - SLOTS, down, across, group, rows, columns)
+        # When there are no more, the last one's are read again, and not used.
+        slot, n, old = e % SLOTS, gl.minimum(e + 1, total - 1), e - SLOTS
+        if n % _PIECES == 0:
+            next_row, next_column = corner(n // _PIECES, down, across, group)
+        later = _ask(n % _PIECES, next_row, next_column, pointers, rows, columns, KINDS)
+        if old >= 0:
+            if old % _PIECES == 0:
+                row, column = corner(old // _PIECES, down, across, group)
+            at, exist = _scale_places(old % _PIECES, row, column, rows, columns)
             mbarrier.wait(done.index(slot), (e // SLOTS - 1) & 1)
             for i in gl.static_range(len(KINDS)):
                 if KINDS[i] >= _SIGNED:
@@ -215,8 +196,8 @@ def _update_tile(
 ):  # fmt: skip
     """One step on the tile on the shelf, whose first half is there: the strips from `e` on."""
     slots: gl.constexpr = rings[0].type.shape[0]
-    in_half: gl.constexpr = _STRIPS // _HALVES
-    for c in range(_STRIPS):
+    in_half: gl.constexpr = _PIECES // _HALVES
+    for c in range(_PIECES):
         slot = e % slots
         if c == in_half:
             mbarrier.wait(filled.index(1), parity)
@@ -261,7 +242,7 @@ def _updates(
                 e, parity, start, key, columns, shelf, filled, taken, rings, scale_rings, ready, done, common, own,
                 TILE, KINDS, STOCHASTIC, ALIGNED, False,
             )  # fmt: skip
-        e += _STRIPS
+        e += _PIECES
         parity ^= 1
 
 
@@ -281,7 +262,7 @@ def weight_gradient_handed_over(
     moments: gl.constexpr = len(KINDS)
     dy_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, dy.block_type.shape[0], _ROWS], dy.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], _COLUMNS], x.layout)
-    shelf = gl.allocate_shared_memory(gl.float32, [_STRIPS, _STRIP, _COLUMNS], _SHELF)
+    shelf = gl.allocate_shared_memory(gl.float32, [_PIECES, _STRIP, _COLUMNS], _SHELF)
     flag = gl.allocate_shared_memory(gl.int32, [1], _SCALES)
     tensors = (w, m0, m1, m2)[: moments + 1]
     rings = ()
@@ -311,7 +292,6 @@ def weight_gradient_handed_over(
     fence_async_shared()
     down, across = gl.cdiv(rows, _ROWS), gl.cdiv(columns, _COLUMNS)
     steps = gl.cdiv(tokens, x.block_type.shape[0])
-    total = gl.cdiv(down * across - gl.program_id(0), gl.num_programs(0)) * _STRIPS
     updates = (
         shelf, flag, filled, taken, rings, scale_rings, ready, done, down, across, group, columns,
         offset, row_ptr, key_ptr,
@@ -319,13 +299,13 @@ def weight_gradient_handed_over(
     products = (
         dy_ring, x_ring, full, empty, filled, taken, shelf, flag, down, across, steps, row_ptr, nonfinite_ptr,
     )  # fmt: skip
-    scales = ((scale0, scale1, scale2), scale_rings, ready, done, total, down, across, group, rows, columns)
+    scales = ((scale0, scale1, scale2), scale_rings, ready, done, down, across, group, rows, columns)
     gl.warp_specialize(
         [
             (_updates, (updates, TILE, SCALARS, KINDS, STOCHASTIC, ALIGNED)),
             (_products, (products, SCALARS)),
             (operands, (dy, x, dy_ring, x_ring, full, empty, down, across, steps, group)),
-            (_stream, ((tensors, rings, ready, done, total, down, across, group), moments + 1, BYTES)),
+            (stream, (tensors, rings, ready, done, down, across, group, BYTES, 0, True)),
             (_scales, (scales, KINDS, SLOTS)),
         ],
         [4, 1, 1, 1],

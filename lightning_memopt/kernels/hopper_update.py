@@ -13,18 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, TILE_ROWS, halves
+from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, halves
+from lightning_memopt.kernels.hopper_rings import PIECES, piece_offset
 from lightning_memopt.kernels.hopper_step import CHUNK, clipped, step, stored
 
-# A square chunk of a tile is what one step of the update works on.
-ACROSS = TILE_COLUMNS // CHUNK
-CHUNKS = TILE_ROWS // CHUNK * ACROSS
 # How a quarter of a tile, which is a chunk, lies in the registers.
 QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 # Chunks in a turn of the loop over a tile. What is left of dW moves in registers after each turn: three instructions
 # per weight for turns of one chunk, one for turns of two. With four, the code is slow to fetch.
 TOGETHER = 2
-_CHUNK, _ACROSS, _CHUNKS = gl.constexpr(CHUNK), gl.constexpr(ACROSS), gl.constexpr(CHUNKS)
+_CHUNK, _PIECES = gl.constexpr(CHUNK), gl.constexpr(PIECES)
 _TOGETHER = gl.constexpr(TOGETHER)
 _COLUMNS = gl.constexpr(TILE_COLUMNS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
@@ -134,7 +132,7 @@ def read_scales(pointers, mask, KINDS: gl.constexpr):
 @gluon.jit
 def _moved_up(of_chunks, COUNT: gl.constexpr):
     """What belongs to the chunks of a tile, without the first ones; the last stay where they are, too."""
-    return of_chunks[COUNT:] + of_chunks[_CHUNKS - COUNT :]
+    return of_chunks[COUNT:] + of_chunks[_PIECES - COUNT :]
 
 
 @gluon.jit
@@ -173,14 +171,14 @@ def update_tile(
                 gl.store(nonfinite_ptr, 1)
             sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(counts, WIDTH)
     chunks = quarters(acc)
-    for first in range(0, _CHUNKS, TOGETHER):
+    for first in range(0, _PIECES, TOGETHER):
         for j in gl.static_range(TOGETHER):
             c = first + j
             slot = e % slots
             mbarrier.wait(ready.index(slot), (e // slots) & 1)
-            if c == _CHUNKS - 1:
+            if c == _PIECES - 1:
                 mbarrier.arrive(next_turn, count=1)
-            r, k = c // _ACROSS * _CHUNK, c % _ACROSS * _CHUNK
+            r, k = piece_offset(c, False)
             start = starts + ((row + r) * columns + column + k)
             at, shared = scale_at + (r * scale_row + k // _CHUNK), shared_at + (r * shared_row + k // WIDTH)
             pointers = scale_pointers(scale_ptrs, at, shared, KINDS)

@@ -20,7 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memopt.kernels.fused_hopper import SHARED, SHELF, STAGE, TOKENS, Config, bytes_per_slot, can_hand_over
+from lightning_memopt.kernels.fused_hopper import (
+    FACTORS,
+    SHARED,
+    SHELF,
+    STAGE,
+    TOKENS,
+    Config,
+    bytes_per_slot,
+    can_hand_over,
+)
 from lightning_memopt.kernels.update import Update
 
 Route = Config | Literal["two_pass", "portable"]
@@ -102,7 +111,7 @@ def candidates(update: Update, tokens: int) -> list[Config]:
 
 def _fitting(size: int, handed: bool) -> dict[int, int]:
     """How many chunks fit beside a number of operand stages, for numbers that leave room for two; eight are enough."""
-    room = SHARED - SHELF * handed
+    room = SHARED - (SHELF if handed else FACTORS)
     slots = {stages: (room - stages * STAGE) // size for stages in range(3, 7)}
     return {stages: min(8, count) for stages, count in slots.items() if count >= 2}
 
@@ -115,7 +124,8 @@ def tune(update: Update, dy: Tensor, x: Tensor) -> Route:
     sample = copy(update.rows(0, rows))
     routes: list[Route] = [*candidates(update, len(x)), TWO_PASS]
     part = dy[:, :rows]
-    times = interleaved([partial(gpu.run, route, sample, part, x) for route in routes], ROUNDS, CALLS)
+    calls = [partial(gpu.run, route, sample, part, x) for route in routes]
+    times = interleaved([(recorded(call, CALLS), CALLS) for call in calls], ROUNDS)
     route = routes[times.index(min(times))]
     _remember(update.weight.device, _key(update, dy, x), route)
     return route
@@ -131,22 +141,50 @@ def copy(update: Update) -> Update:
     return replace(update, weight=update.weight.clone(), state=state, nonfinite=update.nonfinite.clone(), memory=None)
 
 
-def interleaved(calls: list[Callable[[], object]], rounds: int, repeats: int) -> list[float]:
-    """Median milliseconds of each call, timed in turns so that clocks and heat are shared fairly."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
+def interleaved(repeated: list[tuple[Callable[[], object], int]], rounds: int) -> list[float]:
+    """Median milliseconds of calls, timed in turns so that clocks and heat are shared fairly.
+
+    Args:
+        repeated: What makes a call several times, and how many.
+        rounds: Turns of each.
+    """
+    times: list[list[float]] = [[] for _ in repeated]
     for _ in range(rounds):
-        for call, samples in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call()
-            start.record()
-            for _ in range(repeats):
-                call()
-            stop.record()
-            stop.synchronize()
-            samples.append(start.elapsed_time(stop) / repeats)
+        for (calls, count), samples in zip(repeated, times, strict=True):
+            samples.append(milliseconds(calls) / count)
     return [statistics.median(samples) for samples in times]
+
+
+@cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    # One, as the matmul library keeps memory for each stream that it meets.
+    return torch.cuda.Stream(device)
+
+
+def recorded(call: Callable[[], object], repeats: int) -> Callable[[], object]:
+    """So many calls as a CUDA graph: the host takes longer for a launch than the GPU for a small layer."""
+    stream = _recording_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(), call()  # what is compiled or remembered cannot be while a graph is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, which load data, may allocate meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            call()
+    return graph.replay
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """GPU time of a call, right after another one."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
 
 
 def _key(update: Update, dy: Tensor, x: Tensor) -> str:
