@@ -89,41 +89,22 @@ def theirs(name: str, weight: torch.Tensor, grad: torch.Tensor) -> Callable[[], 
 EAGER = {"AdamW8bit"}
 
 
-def repeated(call: Callable[[], object], graph: bool, milliseconds: float = 4.0) -> tuple[Callable[[], object], int]:
+def repeated(call: Callable[[], object], graph: bool, duration: float = 4.0) -> tuple[Callable[[], object], int]:
     """About so many milliseconds of calls, as a graph or as a loop, and their number."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(), call()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(), call(), stop.record()
-    torch.cuda.synchronize()
-    count = max(1, min(200, round(milliseconds / start.elapsed_time(stop))))
+    call()
+    count = max(1, min(200, round(duration / tuning.milliseconds(call))))
 
     def loop() -> None:
         for _ in range(count):
             call()
 
-    if not graph:
-        return loop, count
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded, stream=stream):
-        loop()
-    return recorded.replay, count
+    return (tuning.recorded(call, count) if graph else loop), count
 
 
 def interleaved(calls: dict[str, Callable[[], object]], rounds: int, eager: bool) -> dict[str, float]:
     """Median milliseconds of each call; the column "torch" without a graph if `eager`."""
-    graphs = {name: repeated(call, not (eager and name == "torch")) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, (replay, count) in graphs.items():
-            replay()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(), replay(), replay(), stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / 2 / count)
-    return {name: statistics.median(samples) for name, samples in times.items()}
+    repeats = [repeated(call, not (eager and name == "torch")) for name, call in calls.items()]
+    return dict(zip(calls, tuning.interleaved(repeats, rounds), strict=True))
 
 
 def copy_bandwidth() -> float:
@@ -131,7 +112,8 @@ def copy_bandwidth() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     # Not from a graph, where copies are slower.
-    return 2 * source.nbytes / tuning.interleaved([lambda: target.copy_(source)], 5, 10)[0]
+    times = [tuning.milliseconds(lambda: target.copy_(source)) for _ in range(5)]
+    return 2 * source.nbytes / statistics.median(times)
 
 
 def board() -> dict[str, Any]:
