@@ -82,6 +82,12 @@ CASES = (
     ),
     Case("layer applied to a parameter", "exact", "its input is copied, as it may be updated first"),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
+    Case("two parameters in one memory (b.data = a.data)", "refused", "the message names both"),
+    Case(
+        "a layer's output gradient changed in place after its use (g.mul_ in a hook)",
+        "refused",
+        "the message names the weight; return a new tensor",
+    ),
     Case(
         "torch.compile of the module or its parts",
         "exact",
@@ -104,6 +110,11 @@ CASES = (
         "configure_gradient_clipping calling self.clip_gradients",
         "exact",
         "the call finishes the deferred step",
+    ),
+    Case(
+        "self.clip_gradients called twice in one step",
+        "refused",
+        "the first call of self.clip_gradients has used the gradients, a second one would clip nothing. Call it once.",
     ),
     Case(
         "configure_gradient_clipping without self.clip_gradients",
@@ -166,7 +177,7 @@ CASES = (
     Case(
         "several devices",
         "refused",
-        "strategy 'forge' trains on one device. Pass devices=1, or strategy='forge_fsdp' for several.",
+        "strategy 'forge' trains on one device. Pass devices=1, num_nodes=1, or strategy='forge_fsdp' for several.",
         strategies=_SINGLE,
     ),
     Case(

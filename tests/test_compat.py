@@ -45,6 +45,12 @@ class OwnClipping(Module):
         pass
 
 
+class ClipsTwice(Module):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+
 class ZeroesInPlace(Module):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -97,6 +103,20 @@ def narrow_weight(dtype: torch.dtype) -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 8))
     net.extra = nn.Parameter(torch.zeros(3, dtype=dtype))
     return net
+
+
+def aliased() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
+def halves_in_place(net: Any, batch: list[Tensor]) -> Tensor:
+    """The gradient of the inner sum is also that of the second layer's output."""
+    inner = net[0](batch[0])
+    total = inner + net[1](torch.tanh(batch[0]))
+    inner.register_hook(lambda g: g.mul_(0.5))
+    return total.square().mean()
 
 
 class OtherPrecision(MixedPrecision):
@@ -163,6 +183,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
         r"use weight\.detach\(\)\.clone",
     ),
     "configure_gradient_clipping without self.clip_gradients": lambda: train(OwnClipping(Linear, loss=square_loss)),
+    "self.clip_gradients called twice in one step": lambda: train(ClipsTwice(Linear, loss=square_loss)),
     "zero_grad(set_to_none=False)": lambda: train(ZeroesInPlace(Linear, loss=square_loss)),
     "optimizer_zero_grad that keeps gradients": lambda: train(NeverZeroes(Linear, loss=square_loss)),
     # Given by its plugin: Lightning turns the flag into bf16-mixed on a CPU.
@@ -206,6 +227,14 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "cuda_graph with accumulate_grad_batches": lambda: captured(accumulate_grad_batches=2),
     "cuda_graph with nonfinite='skip' and norm clipping": lambda: captured(nonfinite="skip", gradient_clip_val=1.0),
     "a checkpoint of another optimizer": other_optimizer,
+    "two parameters in one memory (b.data = a.data)": (
+        lambda: train(Module(aliased, loss=square_loss)),
+        r"net\.0\.weight and net\.1\.weight are two parameters in the same memory",
+    ),
+    "a layer's output gradient changed in place after its use (g.mul_ in a hook)": (
+        lambda: train(Module(lambda: nn.Sequential(Linear(), Linear()), loss=halves_in_place), gradient_clip_val=1.0),
+        r"the gradient of the output of net\.1\.weight's layer was changed in place",
+    ),
     "a parameter in two optimizers": (two_owners, r"net\.weight belongs to two optimizers"),
 }
 REFUSED = {case.feature: case.message for case in CASES if case.verdict == "refused"}
@@ -244,6 +273,12 @@ def test_each_refused_dtype_is_named(dtype: torch.dtype) -> None:
     """The row on parameter types names two."""
     with pytest.raises(memopt.UnsupportedError, match=rf"net\.extra is {str(dtype)[6:]}"):
         train(Module(partial(narrow_weight, dtype)))
+
+
+def test_several_machines_are_refused() -> None:
+    """Each would train a model of its own."""
+    with pytest.raises(memopt.UnsupportedError, match=r"^num_nodes=2: strategy 'forge' trains on one device"):
+        train(num_nodes=2)
 
 
 def test_refused_types_may_be_frozen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -45,13 +46,42 @@ class _KnownGroup:
         return (
             group is self.group
             and list(map(id, group["params"])) == self.ids
-            and _options(group) == self.options
+            and _same(_options(group), self.options)
             and not any(param.requires_grad for param in self.frozen)
         )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _FREE_OPTIONS}
+
+
+def _same(options: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Whether no option is another one. What cannot be compared, as tensors of several elements, is another one."""
+    try:
+        return options.keys() == known.keys() and all(x is known[key] or x == known[key] for key, x in options.items())
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _refuse_overlaps(slots: Iterable[Slot]) -> None:
+    """See to it that no two weights share memory, as each is updated when its own gradient is complete.
+
+    Raises:
+        UnsupportedError: Two do.
+    """
+    weights = [(slot.weight, slot.name) for slot in slots]
+    spans = sorted(
+        (str(weight.device), weight.data_ptr(), weight.data_ptr() + weight.nbytes, name)
+        for weight, name in weights
+        if weight.numel() and weight.is_contiguous() and not weight.is_meta
+    )
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            raise UnsupportedError(
+                f"{name} and {other} are two parameters in the same memory, as if by `b.weight.data = a.weight.data`: "
+                "one would be updated before the gradient of the other is formed. Make them one parameter: "
+                "`b.weight = a.weight`."
+            )
 
 
 class SlotKeeper:
@@ -88,6 +118,7 @@ class SlotKeeper:
         self._names = {param: name for name, param in module.named_parameters()}
         for optimizer in optimizers:
             self._adopt(optimizer)
+        _refuse_overlaps(self.slots.values())
         self._modules = install(module) + embedding.install(module)
         self._note_storages()
 

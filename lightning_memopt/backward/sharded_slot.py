@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.backward.exchange import Ranks
 from lightning_memopt.backward.sharded_states import spread_rows
-from lightning_memopt.backward.slot import Lookup, Slot, check_unchanged
+from lightning_memopt.backward.slot import Lookup, Slot, Versions, check_unchanged, versions_of
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
@@ -43,7 +43,7 @@ class ShardedSlot(Slot):
 
     Attributes:
         outgoing: Factors (dY, x) of this rank's tokens that have not been sent to the owners of their rows, and the
-            version of x.
+            versions of these.
         looked_up: The same of look-ups: dY [tokens, D], rows of the whole table [tokens], padding index or -1.
         sent: Whether the last pass had any.
         bytes: Of the whole parameter.
@@ -68,8 +68,8 @@ class ShardedSlot(Slot):
         unsharded.requires_grad_(True)
         super().__init__(updater, name, param, optimizer, group, rule, get_gradient_edge(unsharded).node)
         self._unsharded, self.number, self.unit = unsharded, number, unit
-        self.outgoing: list[tuple[Tensor, Tensor, int]] = []
-        self.looked_up: list[Lookup] = []
+        self.outgoing: list[tuple[Factors, Versions]] = []
+        self.looked_up: list[tuple[Lookup, Versions]] = []
         self.sent = False
         self.bytes = self.param.nbytes
         self.in_torch: tuple[tuple[object, ...], bool] | None = None
@@ -145,19 +145,22 @@ class ShardedSlot(Slot):
         """Keep the factors of one use until they are sent."""
         if not self.updater.takes(self):
             return False
-        self.outgoing.append((dy, x, x._version))
+        self.outgoing.append(((dy, x), versions_of(dy, x)))
         return True
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
         """Keep what was looked up until it is sent."""
         if self.sparse is not None or not self.updater.takes(self):
             return False
-        self.looked_up.append((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).long().clone(), padding_idx))
+        dy = dy.reshape(-1, dy.shape[-1])
+        self.looked_up.append(((dy, indices.reshape(-1).long().clone(), padding_idx), versions_of(dy)))
         return True
 
     def take_looked_up(self) -> Iterator[Lookup]:
         """What this rank looked up, to be sent, together for each padding index."""
-        looked_up, self.looked_up = self.looked_up, []
+        for (dy, *_), versions in self.looked_up:
+            check_unchanged(self.name, (dy,), versions)
+        looked_up, self.looked_up = [lookup for lookup, _ in self.looked_up], []
         for padding in dict.fromkeys(padding for *_, padding in looked_up):
             dys, indices = zip(*((dy, rows) for dy, rows, own in looked_up if own == padding), strict=True)
             yield (torch.cat(dys), torch.cat(indices), padding) if len(dys) > 1 else (dys[0], indices[0], padding)
@@ -166,17 +169,17 @@ class ShardedSlot(Slot):
         """This rank's factors, to be sent.
 
         Raises:
-            UpdateError: An input was changed in place after its use.
+            UpdateError: One was changed in place after its use.
         """
         outgoing, self.outgoing = self.outgoing, []
-        for _, x, version in outgoing:
-            check_unchanged(self.name, x, version)
-        return join([(dy, x) for dy, x, _ in outgoing])
+        for factors, versions in outgoing:
+            check_unchanged(self.name, factors, versions)
+        return join([factors for factors, _ in outgoing])
 
     def arrive(self, factors: Factors) -> None:
         """Take in factors of this rank's rows, over the tokens of all ranks."""
         self.factors.append(factors)
-        self.versions.append(factors[1]._version)
+        self.versions.append(versions_of(*factors))
 
     def add_blocks(self, blocks: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add rows of dW, summed over ranks, to the buffer, which a rank without rows has as well: an empty one."""

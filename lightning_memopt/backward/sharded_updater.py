@@ -34,7 +34,7 @@ from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
 from lightning_memopt.backward.sharded_keeper import ShardedKeeper
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
 from lightning_memopt.backward.shipping import Parcel, Shipping
-from lightning_memopt.backward.slot import Lookup, Slot
+from lightning_memopt.backward.slot import Lookup, Slot, versions_of
 from lightning_memopt.backward.traffic import Route, said
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
@@ -159,14 +159,14 @@ class ShardedUpdater(ShardedKeeper):
         bounded = certain = not self._takes_all_or_nothing(slot)
         if not certain:
             bounded = largest_possible(dy, x) < min(slot.rule.limit / size, torch.finfo(torch.float32).max)
-        self._shipping.send(Parcel(slot, (dy, x), x._version, complete, bounded, certain))
+        self._shipping.send(Parcel(slot, (dy, x), versions_of(dy, x), complete, bounded, certain))
 
     def _send_lookups(self, slot: ShardedSlot) -> None:
         """Send what was looked up; the table is updated at the end of the pass."""
         assert self.ranks is not None and self._shipping is not None
         slot.sent = True
         for dy, indices, padding in slot.take_looked_up():
-            parcel = Parcel(slot, (dy, indices), indices._version, False, True, True, padding)
+            parcel = Parcel(slot, (dy, indices), versions_of(dy, indices), False, True, True, padding)
             if self.ranks.size == 1:
                 self.receive_lookup(parcel, (dy, indices, padding))
             else:
@@ -174,7 +174,7 @@ class ShardedUpdater(ShardedKeeper):
 
     def receive_lookup(self, parcel: Parcel, lookup: Lookup) -> None:
         """What all ranks' tokens looked up in this rank's rows of a table."""
-        parcel.slot.lookups.append(lookup)
+        parcel.slot.queue_lookup(lookup)
         self._fold(parcel.slot)
 
     def receive_factors(self, parcel: Parcel, factors: Factors) -> None:

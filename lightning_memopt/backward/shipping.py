@@ -32,7 +32,7 @@ from lightning_memopt.backward.outbox import Copied
 from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot
-from lightning_memopt.backward.slot import Lookup, check_unchanged
+from lightning_memopt.backward.slot import Lookup, Versions, check_unchanged
 from lightning_memopt.backward.traffic import Layer, Route, cheaper_routes, lookup_bytes, received
 from lightning_memopt.kernels import Factors, Update
 from lightning_memopt.kernels.reference import compute_dtype
@@ -54,7 +54,7 @@ class Parcel:
         slot: The weight.
         factors: This rank's dY [tokens, R] and x [tokens, C], or of a table dY [tokens, D] and rows [tokens]; None once
             sent.
-        version: Of x, which must not change before it is sent.
+        versions: Of the factors, which must not change before they are sent (`slot.versions_of`).
         complete: Whether they complete the gradient.
         bounded: Whether the gradient is known to be finite, on all ranks once announced.
         certain: It need not be: its update leaves out what is not, by itself.
@@ -65,7 +65,7 @@ class Parcel:
 
     slot: ShardedSlot
     factors: Factors | None
-    version: int
+    versions: Versions
     complete: bool
     bounded: bool
     certain: bool
@@ -98,10 +98,10 @@ class Parcel:
         """The factors, which are gone then.
 
         Raises:
-            UpdateError: x was changed in place meanwhile.
+            UpdateError: One was changed in place meanwhile.
         """
         dy, x = self._unsent
-        check_unchanged(self.slot.name, x, self.version)
+        check_unchanged(self.slot.name, (dy, x), self.versions)
         self.factors = None
         return dy, x
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_memopt.sparsity.layer import SparseLayer
 
 Lookup = tuple[Tensor, Tensor, int]  # dY [tokens, dim], indices [tokens], padding index or -1
+Versions = tuple[int, ...]  # of tensors, see `versions_of`
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +41,9 @@ class Slot:
         tile: Name of the rule's tile function for the group's options.
         uses: Forward calls of its layers in this step.
         factors: (dY, x) of uses whose backward has run; x by reference.
+        versions: Of each pair of factors, how often they had been changed in place when they were queued.
         lookups: (dY, indices, padding index or -1) of look-ups whose backward has run.
+        lookup_versions: The same of each dY of these.
         buffer: float32 (float64) sum of folded factors, shape of the weight.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
@@ -69,8 +72,9 @@ class Slot:
     tile: str = ""
     uses: int = 0
     factors: list[Factors] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    versions: list[Versions] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
+    lookup_versions: list[Versions] = field(default_factory=list)
     buffer: Tensor | None = None
     grad: Tensor | None = None
     ready: bool = False
@@ -162,7 +166,7 @@ class Slot:
             return False
         self.updater.watch(self)
         self.factors.append((dy, x))
-        self.versions.append(x._version)
+        self.versions.append(versions_of(dy, x))
         return True
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
@@ -171,8 +175,13 @@ class Slot:
             return False
         self.updater.watch(self)
         # A copy: indices are small, and often a view of a batch that someone refills.
-        self.lookups.append((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).clone(), padding_idx))
+        self.queue_lookup((dy.reshape(-1, dy.shape[-1]), indices.reshape(-1).clone(), padding_idx))
         return True
+
+    def queue_lookup(self, lookup: Lookup) -> None:
+        """Keep a look-up until it is a part of the update."""
+        self.lookups.append(lookup)
+        self.lookup_versions.append(versions_of(lookup[0]))
 
     def only_lookup(self) -> Lookup | None:
         """All look-ups as one, if they are the whole gradient; they stay queued."""
@@ -180,6 +189,7 @@ class Slot:
             return None
         if self.buffer is not None or self.grad is not None or len({padding for *_, padding in self.lookups}) != 1:
             return None
+        self._check_lookups()
         dy, indices, padding = self.lookups[0]
         if len(self.lookups) > 1:
             dy, indices = (torch.cat(parts) for parts in list(zip(*self.lookups, strict=True))[:2])
@@ -187,11 +197,12 @@ class Slot:
 
     def fold_lookups(self) -> None:
         """Add queued look-ups to the buffer: they are a part of a gradient that is formed anyway."""
+        self._check_lookups()
         for dy, indices, padding in self.lookups:
             rows, dtype = len(self.weight), compute_dtype(self.param)
             part = embedding_gradient(indices, dy, rows, dtype, None if padding < 0 else padding)
             self.buffer = part if self.buffer is None else self.buffer.add_(part)
-        self.lookups = []
+        self.lookups, self.lookup_versions = [], []
 
     def hold_gradient(self) -> None:
         """Move autograd's gradient out of sight of hooks and of the optimizer's own step, until the update."""
@@ -292,7 +303,7 @@ class Slot:
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
         if self.factors or self.lookups:
-            self.factors, self.versions, self.lookups = [], [], []
+            self.factors, self.versions, self.lookups, self.lookup_versions = [], [], [], []
         self.buffer = self.grad = None
         if self.sparse is not None:
             self.sparse.buffer = self.sparse.stored = None
@@ -302,9 +313,33 @@ class Slot:
         self.uses, self.updated = 0, False
         self.drop()
 
+    def queued_memory(self) -> Iterator[int]:
+        """Addresses of the storages that hold queued dY."""
+        for dy in (*(pair[0] for pair in self.factors), *(lookup[0] for lookup in self.lookups)):
+            yield dy.untyped_storage().data_ptr()
+
+    def keep_apart(self, memory: Set[int]) -> None:
+        """Copy what autograd stored of the gradient if it lies in queued dY, which later additions would change.
+
+        Autograd takes a gradient over without a copy, also where it is a view: the gradient of ``p`` in
+        ``linear(x) + p[None]`` is a view of the layer's dY.
+
+        Args:
+            memory: Addresses of the storages of all queued dY.
+        """
+        grad = self.leaf.grad
+        if grad is not None and grad.layout == torch.strided and grad.untyped_storage().data_ptr() in memory:
+            self.leaf.grad = grad.clone()
+        if self.grad is not None and self.grad.untyped_storage().data_ptr() in memory:
+            self.grad = self.grad.clone()
+
     def _check_inputs(self) -> None:
-        for (_, x), version in zip(self.factors, self.versions, strict=True):
-            check_unchanged(self.name, x, version)
+        for factors, versions in zip(self.factors, self.versions, strict=True):
+            check_unchanged(self.name, factors, versions)
+
+    def _check_lookups(self) -> None:
+        for (dy, *_), versions in zip(self.lookups, self.lookup_versions, strict=True):
+            check_unchanged(self.name, (dy,), versions)
 
 
 def count_updates(slots: Sequence[Slot], step: int) -> None:
@@ -331,13 +366,30 @@ def check_strided(name: str, grad: Tensor | None) -> None:
         raise UpdateError(f"{name} has a sparse gradient; build its layer with sparse=False.")
 
 
-def check_unchanged(name: str, x: Tensor, version: int) -> None:
-    """See to it that the input of a weight is still what it was at its use.
+def versions_of(*tensors: Tensor) -> Versions:
+    """How often each tensor was changed in place, so far."""
+    return tuple(tensor._version for tensor in tensors)
+
+
+def check_unchanged(name: str, tensors: Sequence[Tensor], versions: Versions) -> None:
+    """See to it that the factors of a weight's gradient are still what they were when they were queued.
+
+    Args:
+        name: Of the weight.
+        tensors: dY, and x if it is not known otherwise.
+        versions: `versions_of` them when they were queued.
 
     Raises:
-        UpdateError: It was changed in place, so that the weight gradient is lost.
+        UpdateError: One was changed in place, so that the weight gradient is lost.
     """
-    if x._version != version:
+    now = versions_of(*tensors)
+    if now[0] != versions[0]:
+        raise UpdateError(
+            f"the gradient of the output of {name}'s layer was changed in place after the layer's backward pass, and "
+            "before the weight's update. A hook, or a backward function of your own, that changes a gradient returns a "
+            "new tensor: g * 0.5 for g.mul_(0.5)."
+        )
+    if now != versions:
         raise UpdateError(
             f"the input of {name} was changed in place between its backward pass and the update. "
             "Give each micro-batch tensors of its own."

@@ -49,6 +49,15 @@ TOO_LATE = (
 )
 
 
+def _watched(group: Mapping[str, Any]) -> Iterator[Any]:
+    """The learning rate, and all tensors among the options of a parameter group."""
+    yield group["lr"]
+    for key, value in group.items():
+        if key not in ("lr", "params"):
+            parts = value if isinstance(value, tuple | list) else (value,)
+            yield from (part for part in parts if isinstance(part, Tensor))
+
+
 class Updater(SlotUpdater):
     """Applies optimizer rules inside backward, for all optimizers of a run.
 
@@ -179,11 +188,14 @@ class Updater(SlotUpdater):
 
     @staticmethod
     def _facts(optimizer: Optimizer) -> list[Any]:
-        """Learning rates and step counts, which change with every step and need no parameter to be taken in anew."""
-        rates = [group["lr"] for group in optimizer.param_groups]
+        """Learning rates and step counts, which change with every step and need no parameter to be taken in anew.
+
+        And tensors among the other options, as one that was changed in place is equal to itself.
+        """
+        options = [value for group in optimizer.param_groups for value in _watched(group)]
         counts = [state.get("step") for state in optimizer.state.values()]
         # In-place changes of one count show in the version of all, as they are parts of one tensor.
-        seen = [(id(x), x._version) if isinstance(x, Tensor) else x for x in (*rates, *counts[:1])]
+        seen = [(id(x), x._version) if isinstance(x, Tensor) else x for x in (*options, *counts[:1])]
         return [seen, *map(id, counts), *map(len, optimizer.state.values())]
 
     @property
@@ -315,6 +327,10 @@ class Updater(SlotUpdater):
 
     def _end_pass(self) -> None:
         """The engine is through with a backward pass."""
+        if self.queueing or self._deferred:
+            memory = {address for slot in self.slots.values() for address in slot.queued_memory()}
+            for slot in self.slots.values() if memory else ():
+                slot.keep_apart(memory)
         if not self._deferred:
             self._update_pending(ready=True)
 

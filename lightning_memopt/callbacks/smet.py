@@ -109,6 +109,9 @@ class SMET(pl.Callback):
                 f"SMET: warmup_steps={warmup_steps} is not below update_every={update_every}: weights meet the next "
                 "topology update before their updates have full size, and are likely to be pruned again."
             )
+        self._begin()
+
+    def _begin(self) -> None:
         self.layers: dict[str, SparseLayer] = {}
         self._schedule: TopologySchedule | None = None
         self._targets: dict[int, tuple[str, float]] | None = None
@@ -120,6 +123,16 @@ class SMET(pl.Callback):
         self._losses: deque[Tensor] = deque(maxlen=WINDOW)
         self._before: Tensor | None = None
         self._after: list[Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is for another run: it has the settings and no masks."""
+        blank = SMET.__new__(SMET)
+        blank._begin()
+        return {key: value for key, value in self.__dict__.items() if key not in blank.__dict__}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__dict__.update(settings)
+        self._begin()
 
     # ---------------------------------------------------------------- what users read
 

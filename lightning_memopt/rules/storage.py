@@ -13,6 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_memopt.errors import UnsupportedError
+
+# What a state of another shape is likely to be.
+OF_SPARSE = (
+    "If it was trained with the callback SMET, the checkpoint holds the state of active weights only: add the callback."
+)
 # Rounds a float32 tensor to bf16 stochastically; None to round to nearest.
 Rounder = Callable[[Tensor], Tensor] | None
 
@@ -61,10 +67,19 @@ class Storage:
         return {k: state[k][rows] if k in names else state[k][:, entries] for k in self.entries()}
 
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """State entries from a saved state, of this storage or of one that keeps the moment whole."""
+        """State entries from a saved state, of this storage or of one that keeps the moment whole.
+
+        Raises:
+            UnsupportedError: It is of another shape.
+        """
         state = self.create(param)
         if all(key in saved for key in self.entries()):
             for key in self.entries():
+                if state[key].shape != saved[key].shape:
+                    raise UnsupportedError(
+                        f"the saved '{key}' has shape {tuple(saved[key].shape)}, which is not that of a weight of "
+                        f"shape {tuple(param.shape)}. {OF_SPARSE}"
+                    )
                 state[key].copy_(saved[key])
         else:
             self.take(state, saved[self.name].to(param.device, torch.float32))

@@ -88,6 +88,20 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         if devices:
             self._root_device = devices[0]
 
+    @property
+    def num_nodes(self) -> int:
+        """Of how many machines the Trainer was told: one. Lightning sets it after construction.
+
+        Raises:
+            UnsupportedError: The Trainer was told of several, which would each train a model of their own.
+        """
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count > 1:
+            raise refusal("several devices", f"num_nodes={count}")
+
     # ---------------------------------------------------------------- the whole step in one CUDA graph
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

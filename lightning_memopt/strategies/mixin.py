@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -152,6 +152,8 @@ class ForgeMixin(Strategy):
             assert module is not None
             if module.automatic_optimization:
                 if self._clips_itself:
+                    if self._clip_called:
+                        raise refusal("self.clip_gradients called twice in one step", type(module).__name__)
                     self._clip_called = True
                     self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
                 else:
@@ -208,6 +210,11 @@ class ForgeMixin(Strategy):
             if sys.exc_info()[0] is None:
                 self.updater.reports.poll(wait=True)
                 self._log_skips()
+                if self._fused_optimizers:
+                    rank_zero_warn(
+                        "the run ended without optimizer.step() after its last fused_step, which has updated the "
+                        "weights: neither Lightning nor schedules have counted that step."
+                    )
         finally:
             checkpointing.remove(self._checkpointed)
             self.updater.detach()
@@ -272,12 +279,19 @@ class ForgeMixin(Strategy):
 
     # ---------------------------------------------------------------- manual optimization
 
-    def open_manual_step(self, optimizer: Optimizer, clip: Clip) -> AbstractContextManager[None]:
+    @contextmanager
+    def open_manual_step(self, optimizer: Optimizer, clip: Clip) -> Iterator[None]:
         """The armed context behind `lightning_memopt.fused_step`."""
         if id(optimizer) in self._fused_optimizers:
             raise refusal("second fused_step before optimizer.step()")
         self._fused_optimizers.add(id(optimizer))
-        return self.updater.armed(optimizer, self._trainer.global_step, clip)
+        try:
+            with self.updater.armed(optimizer, self._trainer.global_step, clip):
+                yield
+        except BaseException:
+            if not self.updater.dirty:  # then it is as if it had not begun
+                self._fused_optimizers.discard(id(optimizer))
+            raise
 
     def _close_manual_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._fused_optimizers:

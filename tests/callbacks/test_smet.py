@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -839,3 +840,24 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
         run.trainer.save_checkpoint(tmp_path / "a.ckpt")
         with pytest.raises(memopt.UnsupportedError, match="has another form"):
             fit(Module(net, second, square_loss), "forge", vectors(64), tmp_path / "a.ckpt", callbacks=[smet()])
+
+
+def test_a_copy_has_the_settings_and_begins_anew() -> None:
+    """Of a callback that was used, too."""
+    used = smet(seed=3)
+    first = train(used, steps=25)
+    copied = copy.deepcopy(used)
+    assert not copied.masks and copied.settings == used.settings and copied.density == used.density
+    again = train(copied, steps=25)
+    assert set(copied.masks) == set(used.masks) and all(
+        torch.equal(weight, again.weights[name]) for name, weight in first.weights.items()
+    )
+
+
+@pytest.mark.parametrize("optimizer", [memopt.AdamW8bit, memopt.Gefen])
+def test_its_checkpoint_without_it_is_refused(optimizer: Any, tmp_path: Path) -> None:
+    """The optimizer's state is of active weights only."""
+    make = partial(Module, partial(Net, width=64, hidden=128), partial(optimizer, lr=1e-3))
+    train(smet(), make(), steps=2).trainer.save_checkpoint(tmp_path / "sparse.ckpt")
+    with pytest.raises(memopt.UnsupportedError, match="trained with the callback SMET"):
+        fit(make(), NEAREST(), max_steps=4, ckpt_path=tmp_path / "sparse.ckpt")

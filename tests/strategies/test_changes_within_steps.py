@@ -42,6 +42,17 @@ def edit_options(net: Net, optimizer: Optimizer) -> None:
     optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] * 0.5, weight_decay=0.3, betas=(0.8, 0.95))
 
 
+def fill_beta(net: Net, optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    if not isinstance(group["betas"][0], Tensor):
+        group["betas"] = (torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.999, dtype=torch.float64))
+    group["betas"][0].mul_(0.5)
+
+
+def tag(net: Net, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["tag"] = torch.ones(3)
+
+
 def fill_rate(net: Net, optimizer: Optimizer) -> None:
     group = optimizer.param_groups[0]
     if not isinstance(group["lr"], Tensor):
@@ -103,6 +114,8 @@ def freeze(net: Net, optimizer: Optimizer) -> None:
 
 CHANGES: list[Change] = [
     edit_options,
+    fill_beta,
+    tag,
     fill_rate,
     new_group,
     split_group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -426,6 +427,35 @@ def test_misuse(module: type[Manual], error: type[Exception], message: str) -> N
     """What cannot be exact is refused in words that name the way out."""
     with pytest.raises(error, match=message):
         fit(module(), data=vectors(), max_steps=2)
+
+
+class SkipsBatch(Manual):
+    """Goes on after an error that came before the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with contextlib.suppress(MemoryError), memopt.fused_step(optimizer):
+            if batch_idx == 1:
+                raise MemoryError
+            self.manual_backward(self.loss_of(batch))
+        if batch_idx != 1:
+            optimizer.step()
+
+
+def test_an_error_before_the_backward_pass_leaves_the_step_open_to_another() -> None:
+    skipping = fit(SkipsBatch(), data=vectors(), max_steps=3)
+    assert skipping.trainer.global_step == 3
+
+
+class NeverSteps(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with memopt.fused_step(self.optimizers()):
+            self.manual_backward(self.loss_of(batch))
+
+
+def test_a_run_that_ends_without_its_step_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"ended without optimizer\.step\(\) after its last fused_step"):
+        fit(NeverSteps(), data=vectors(), max_steps=-1, max_epochs=1, limit_train_batches=1)
 
 
 def test_a_broken_run_does_not_haunt_the_next(tmp_path: Path) -> None:

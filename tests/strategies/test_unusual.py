@@ -192,6 +192,28 @@ def test_gradient_penalty_in_micro_batches() -> None:
     assert_equal_runs(make, data=wide_data, max_steps=5, accumulate_grad_batches=3)
 
 
+class Shifted(nn.Module):
+    """A parameter that is added to a layer's output through a view, so that its gradient is a view of the layer's."""
+
+    def __init__(self, lookup: bool) -> None:
+        super().__init__()
+        self.lookup, self.shift = lookup, nn.Parameter(torch.zeros(2, 64))
+        self.first, self.last = (nn.Embedding(9, 64) if lookup else nn.Linear(64, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :2].abs().mul(2).long().clamp(max=8) if self.lookup else x.view(1, 2, 64)
+        return self.last(torch.tanh(self.first(x) + self.shift[None]))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("lookup", [False, True], ids=["linear", "embedding"])
+def test_a_gradient_that_is_a_view_of_a_queued_one(lookup: bool, options: dict[str, Any]) -> None:
+    """Autograd adds later micro-batches to it in place, which must not reach what is queued."""
+    data = partial(vectors, 64, batch_size=1) if lookup else wide_data
+    make = partial(Module, partial(Shifted, lookup), partial(torch.optim.SGD, lr=0.5), square_loss)
+    assert_equal_runs(make, data=data, max_steps=4, accumulate_grad_batches=4, **options)
+
+
 class ZeroesInHook(Module):
     """Drops what a window has gathered so far, after its second micro-batch."""
 
