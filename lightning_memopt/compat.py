@@ -70,8 +70,8 @@ CASES = (
     Case(
         "a checkpoint of another optimizer",
         "refused",
-        "the checkpoint's optimizer state lacks this option, so another optimizer saved it. Resume with that one, or "
-        "load the weights only.",
+        "the checkpoint's optimizer state lacks what this optimizer needs, or has what it does not know, so another "
+        "one saved it. Resume with that one, or load the weights only. (Gefen and AdamW8bit take AdamW's.)",
     ),
     Case(
         "a checkpoint folder on one device",

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,6 +274,46 @@ def test_each_refused_dtype_is_named(dtype: torch.dtype) -> None:
     """The row on parameter types names two."""
     with pytest.raises(memopt.UnsupportedError, match=rf"net\.extra is {str(dtype)[6:]}"):
         train(Module(partial(narrow_weight, dtype)))
+
+
+RESUMED = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-3),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3),
+    "lion": partial(memopt.Lion, lr=1e-3),
+    "adamw8bit": partial(memopt.AdamW8bit, lr=1e-3),
+    "gefen": partial(memopt.Gefen, lr=1e-3),
+}
+# Adam and AdamW keep the same; what the 8-bit optimizers take over is converted.
+MAY_FOLLOW = {("adam", "adamw"), ("adamw", "adam"), *product(("adam", "adamw"), ("adamw8bit", "gefen"))}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each optimizer."""
+    folder, paths = tmp_path_factory.mktemp("saved"), {}
+    for name, make in RESUMED.items():
+        paths[name] = folder / f"{name}.ckpt"
+        net = partial(nn.Linear, 128, 128)
+        run = fit(Module(net, make, square_loss), "forge", vectors(128), max_steps=3)
+        run.trainer.save_checkpoint(paths[name])
+    return paths
+
+
+@pytest.mark.parametrize("after", RESUMED)
+@pytest.mark.parametrize("before", RESUMED)
+def test_a_checkpoint_of_another_optimizer(before: str, after: str, saved: dict[str, Path]) -> None:
+    """Every pair goes on as it should, or is refused by the row's message."""
+    module = Module(partial(nn.Linear, 128, 128), RESUMED[after], square_loss)
+    resume = partial(fit, module, "forge", vectors(128), max_steps=5, ckpt_path=saved[before])
+    if before == after or (before, after) in MAY_FOLLOW:
+        assert resume().trainer.global_step == 5
+    else:
+        with pytest.raises(memopt.UnsupportedError, match=re.escape(REFUSED["a checkpoint of another optimizer"])):
+            resume()
 
 
 def test_several_machines_are_refused() -> None:

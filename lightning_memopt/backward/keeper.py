@@ -17,9 +17,9 @@ from lightning_memopt.backward.slot import Slot
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.rules import Rule, rule_for
+from lightning_memopt.rules.foreign import FOREIGN, check_entry
 from lightning_memopt.rules.storage import Dense, Storage
 from lightning_memopt.sparsity.layer import SparseLayer
-from lightning_memopt.sparsity.state import MASK
 
 # Gradients of up to so many elements wait to be used together, the smallest ones, as long as together they have no more
 # than the least budget or this share of all elements. On so few, a launch is bound by the host.
@@ -283,7 +283,15 @@ class SlotKeeper:
 
         torch casts every moment to the weight's dtype, so moments kept in another precision are taken from `saved`
         again, and parameters that `saved` knows nothing of get a fresh state.
+
+        Raises:
+            UnsupportedError: It is the state of another optimizer, or of active weights only.
         """
+        for group in optimizer.param_groups:
+            # Those that are off need not be there.
+            missing = [option for option, value in optimizer.defaults.items() if value and option not in group]
+            if missing:
+                raise refusal(FOREIGN, f"{type(optimizer).__name__}, {missing[0]!r}")
         self._adopt(optimizer)
         ids = [i for group in saved["param_groups"] for i in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -296,8 +304,7 @@ class SlotKeeper:
                 slot.sparse.restore(slot.state, self.storage(slot), entry)
                 self.fill_state(slot)
                 continue
-            if MASK in entry:
-                raise refusal("a checkpoint of SMET without SMET", slot.name)
+            check_entry(optimizer, slot.rule, self.storage(slot), slot.name, entry)
             for storage in self.storage(slot):
                 value = entry.get(storage.name)
                 if isinstance(storage, Dense) and value is not None:

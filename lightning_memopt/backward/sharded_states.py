@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_memopt.backward.slot import Slot
-from lightning_memopt.compat import refusal
-from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.rules.foreign import check_entry
 from lightning_memopt.rules.storage import Dense, Storage
-from lightning_memopt.sparsity.state import MASK
 
 
 def spread_rows(param: Tensor, value: Tensor) -> DTensor:
@@ -46,10 +44,9 @@ def restored(slot: Slot, storage: Sequence[Storage], entries: Mapping[str, Any])
     """The state of a dense weight from what was saved of it.
 
     Raises:
-        UnsupportedError: A moment was saved in a form that the optimizer does not keep.
+        UnsupportedError: It is the state of another optimizer, or of active weights only.
     """
-    if MASK in entries:
-        raise refusal("a checkpoint of SMET without SMET", slot.name)
+    check_entry(slot.optimizer, slot.rule, storage, slot.name, entries)
     state: dict[str, Any] = {key: entries[key].float().cpu() for key in slot.rule.counts if key in entries}
     for moment in storage:
         if moment.name in entries:
@@ -63,10 +60,4 @@ def _moment(slot: Slot, moment: Storage, entries: Mapping[str, Any]) -> dict[str
     """A moment's entries for this rank's rows, from those saved."""
     if not isinstance(moment, Dense):
         return moment.restore(slot.weight, entries)
-    value = entries[moment.name]
-    if not value.is_floating_point():
-        raise UnsupportedError(
-            f"the saved {moment.name} of {slot.name} is {str(value.dtype).removeprefix('torch.')} codes, which "
-            f"{type(slot.optimizer).__name__} does not keep. Resume with the optimizer that saved them."
-        )
-    return {moment.name: value.to(slot.weight.device, moment.dtype)}
+    return {moment.name: entries[moment.name].to(slot.weight.device, moment.dtype)}

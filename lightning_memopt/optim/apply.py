@@ -15,6 +15,7 @@ from lightning_memopt.kernels import Update, apply_gradient
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.optim.shards import local, offset, sharded, sum_over_ranks
 from lightning_memopt.rules import Rule
+from lightning_memopt.rules.foreign import check_entry
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ def load_exactly(
         rule: Its rule.
         saved: What `state_dict` of this or of such an optimizer returned.
         load: The base class's bound ``load_state_dict``.
+
+    Raises:
+        UnsupportedError: It is the state of another optimizer, or of active weights only.
     """
     whole: Mapping[Any, Mapping[str, Any]] = saved["state"]
     # A copy, as steps are counted in place; on the CPU, whatever implementation of torch's counted them.
@@ -158,5 +162,7 @@ def load_exactly(
             if i not in whole:
                 continue
             state, entry = optimizer.state[param], whole[i]
-            for storage in rule.storage(param, group, param.dtype):
+            storages = rule.storage(param, group, param.dtype)
+            check_entry(optimizer, rule, storages, f"a parameter of shape {tuple(param.shape)}", entry)
+            for storage in storages:
                 state.update(storage.restore(param, entry))

@@ -25,6 +25,7 @@ from lightning_memopt.backward import Clip, NonFinite, Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding, check_kernel
+from lightning_memopt.rules.foreign import FOREIGN
 from lightning_memopt.strategies import checkpointing
 
 
@@ -355,12 +356,13 @@ class ForgeMixin(Strategy):
         """
         saved_states = list(zip(self.optimizers, checkpoint["optimizer_states"], strict=True))
         loadable = [self.updater.loadable(optimizer, saved) for optimizer, saved in saved_states]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": loadable})
-        for optimizer, saved in saved_states:
-            try:
+        try:
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": loadable})
+            for optimizer, saved in saved_states:
                 self.updater.restore(optimizer, saved)
-            except KeyError as error:
-                raise refusal("a checkpoint of another optimizer", f"{type(optimizer).__name__}, {error}") from error
+        except KeyError as error:  # torch's own look for what theirs have
+            names = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise refusal(FOREIGN, f"{names}, {error}") from error
         self.updater.mend()
 
 
