@@ -130,21 +130,37 @@ class MemOptCLI(LightningCLI):
         path = self.config[self.config.subcommand].get("ckpt_path") if self.config.get("subcommand") else None
         if path and path not in CKPT_KEYWORDS and "://" not in str(path) and not Path(path).exists():
             raise MemOptError(f"There is no checkpoint {path} (--ckpt_path).")
-        asked = self._model_options()
+        asked, model = self._model_options(), self._class_of_model()
         try:
             super()._parse_ckpt_path()
         except Exception as error:  # torch raises half a dozen unrelated types for a broken file
             raise MemOptError(f"{path} is not a checkpoint that torch can read (--ckpt_path).") from error
+        if self._class_of_model() != model:
+            raise MemOptError(
+                f"{path} is a checkpoint of {self._class_of_model()}, and the config's model is {model} (--ckpt_path)."
+            )
         kept = self._model_options()
-        changed = [f"{k}={kept[k]!r}, not {asked[k]!r}" for k in asked if k in kept and kept[k] != asked[k]]
+        # None is what an option has that nobody gave.
+        given = [k for k in asked if k in kept and asked[k] is not None and kept[k] != asked[k]]
+        changed = [f"{k}={_short(kept[k])}, not {_short(asked[k])}" for k in given]
         if changed:
             rank_zero_warn(f"{path} keeps the model options it was trained with: {'; '.join(changed)}.")
+
+    def _class_of_model(self) -> str | None:
+        """The model's class as the config has it now."""
+        config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
+        return getattr(config.get("model"), "class_path", None)
 
     def _model_options(self) -> dict[str, Any]:
         """The model's arguments as the config has them now."""
         config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
         options = getattr(config.get("model"), "init_args", None)
         return options.as_dict() if options is not None else {}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class ConfigCLI(MemOptCLI):

@@ -233,7 +233,7 @@ def test_resuming_what_does_not_fit(workdir, capsys):
     resume = ["fit", *TINY, f"--ckpt_path={RUN / 'last.ckpt'}", "--trainer.max_steps=14"]
     other = ["--model.init_args.optimizer=torch.optim.SGD", "--model.init_args.optimizer.init_args.lr=0.1"]
     message = error_of(capsys, [*resume, *other, "--model.init_args.optimizer.init_args.momentum=0.9"])
-    assert "SGD, 'momentum'" in message and "another optimizer saved it" in message
+    assert "SGD, 'momentum'" in message and "another one saved it" in message
     main(["fit", *TINY])
     torch.save({"state_dict": {}}, "weights.ckpt")
     assert "not saved by Lightning" in error_of(capsys, ["fit", *TINY, "--ckpt_path=weights.ckpt"])
@@ -241,6 +241,10 @@ def test_resuming_what_does_not_fit(workdir, capsys):
     foreign["state_dict"]["stranger"] = torch.zeros(1)
     torch.save(foreign, "foreign.ckpt")
     assert "are not those of this model" in error_of(capsys, ["fit", *TINY, "--ckpt_path=foreign.ckpt"])
+    foreign["hyper_parameters"]["_class_path"] = "lightning_memopt.models.HFCausalLM"
+    torch.save(foreign, "foreign.ckpt")
+    message = error_of(capsys, ["fit", *TINY, "--ckpt_path=foreign.ckpt"])
+    assert "is a checkpoint of lightning_memopt.models.HFCausalLM, and the config's model is" in message
 
 
 def test_resuming_says_which_model_options_it_keeps(workdir):

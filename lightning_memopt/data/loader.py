@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -45,14 +46,22 @@ class ResumableLoader(DataLoader):
         self._batches_done = 0
         if isinstance(self.sampler, ResumableSampler) and state.get("epoch") == self.sampler.epoch:
             self._batches_done = state["batches_done"]
-            self.sampler.skip = self._batches_done * (self.batch_size or 1)
+            before = state.get("batch_size", self.batch_size)
+            self.sampler.skip = self._batches_done * (before or 1)
+            if before != self.batch_size:
+                rank_zero_warn(
+                    f"the checkpoint is of the middle of an epoch in batches of {before}, and goes on in batches of "
+                    f"{self.batch_size}: no sample comes twice, but the epoch ends after as many batches as a whole "
+                    "one has, so some may be left out. Resume at the end of an epoch, or keep the batch size."
+                )
         for batch in super().__iter__():
             self._batches_done += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the batches handed out in it."""
-        return {"epoch": getattr(self.sampler, "epoch", -1), "batches_done": self._batches_done}
+        """The epoch, the batches handed out in it, and their size."""
+        epoch, size = getattr(self.sampler, "epoch", -1), self.batch_size or 1
+        return {"epoch": epoch, "batches_done": self._batches_done, "batch_size": size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Make the next pass over that epoch start after its batches already handed out."""

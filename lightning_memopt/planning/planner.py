@@ -42,7 +42,8 @@ DEFAULT_METHODS = (
 CONFIGURED = "configured"
 LESS = (
     "This config does not fit. Less memory: another optimizer of the table; smaller batches; blocks that run again in "
-    """backward, by --trainer.strategy.init_args.checkpoint '["*.layers.*"]'."""
+    "backward, by --trainer.strategy lightning_memopt.ForgeStrategy (or ForgeFSDPStrategy) "
+    """--trainer.strategy.init_args.checkpoint '["*.layers.*"]'."""
 )
 
 
@@ -159,11 +160,14 @@ def parse_memory(memory: str | int | None) -> int | None:
     if memory is None or isinstance(memory, int):
         return memory
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", memory, flags=re.IGNORECASE)
-    if match is None:
+    size = 0
+    if match is not None:
+        number, prefix, binary = match.groups()
+        base = 1024 if binary or not prefix else 1000
+        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if size < 1 << 20:  # 80 is no number of bytes that anyone means
         raise MemOptError(f"--memory {memory}: write it like 80GiB.")
-    number, prefix, binary = match.groups()
-    base = 1024 if binary or not prefix else 1000
-    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    return size
 
 
 def on_meta(module: pl.LightningModule, precision: str | None) -> pl.LightningModule:

@@ -42,6 +42,11 @@ def fused_step(
     """
     if not isinstance(optimizer, LightningOptimizer):
         raise TypeError(f"fused_step takes an optimizer from self.optimizers(), not {type(optimizer).__name__}.")
+    if isinstance(gradient_clip_val, LightningOptimizer):
+        raise TypeError(
+            "fused_step takes one optimizer. For one backward pass that updates all parameters, make them parameter "
+            "groups of one optimizer; for several passes, open one fused_step after the other."
+        )
     strategy = optimizer._strategy
     if not isinstance(strategy, ForgeMixin):
         yield

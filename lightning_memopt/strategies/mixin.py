@@ -113,7 +113,7 @@ class ForgeMixin(Strategy):
                 rank_zero_warn(
                     f"{', '.join(names)}: {hook} finds no gradients; they are consumed in the backward pass. "
                     "To clip them, pass Trainer(gradient_clip_val=...); to log their norms, add the callback "
-                    "lightning_memopt.callbacks.GradNorm."
+                    "lightning_memopt.callbacks.GradNorm as well (gradient_clip_val=float('inf') clips nothing)."
                 )
         for optimizer in self.optimizers:
             for option in ("foreach", "fused"):

@@ -34,7 +34,7 @@ def text(tmp_path):
     return str(path)
 
 
-def run(text, folder, max_steps, ckpt=None, num_workers=0, **kwargs):
+def run(text, folder, max_steps, ckpt=None, num_workers=0, batch_size=4, **kwargs):
     """Batches seen by a run, and its last checkpoint."""
     module = Recorder()
     save = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, filename="last", enable_version_counter=False)
@@ -48,7 +48,7 @@ def run(text, folder, max_steps, ckpt=None, num_workers=0, **kwargs):
         num_sanity_val_steps=0,
         **kwargs,
     )
-    data = TextDataModule([text], seq_len=4, batch_size=4, num_workers=num_workers, val_fraction=0.1)
+    data = TextDataModule([text], seq_len=4, batch_size=batch_size, num_workers=num_workers, val_fraction=0.1)
     trainer.fit(module, data, ckpt_path=ckpt)
     return module.seen, save.last_model_path or save.best_model_path
 
@@ -73,6 +73,15 @@ def test_resume_sees_the_rest(text, tmp_path, stop, kwargs, workers):
     first, ckpt = run(text, tmp_path / "first", stop, num_workers=workers, **kwargs)
     rest, _ = run(text, tmp_path / "rest", 26, ckpt=ckpt, num_workers=workers, **kwargs)
     assert first + rest == whole
+
+
+def test_another_batch_size_repeats_nothing(text, tmp_path):
+    """In the middle of an epoch; what may be left out is said."""
+    first, ckpt = run(text, tmp_path / "first", 4)
+    with pytest.warns(UserWarning, match="epoch in batches of 4, and goes on in batches of 2: no sample comes twice"):
+        rest, _ = run(text, tmp_path / "rest", 20, ckpt=ckpt, batch_size=2, max_epochs=1)
+    rows = [tuple(batch[i : i + 4]) for batch in first + rest for i in range(0, len(batch), 4)]
+    assert len(rest[0]) == 8 and len(rows) == len(set(rows))
 
 
 def test_every_window_once_per_epoch(text, tmp_path):
