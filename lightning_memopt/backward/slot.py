@@ -156,8 +156,9 @@ class Slot:
             self.uses += 1
         elif self.updated:
             raise UpdateError(
-                f"{self.name} is recomputed by activation checkpointing after its update. Its value is used in that "
-                "segment without its gradient; move that use out of the segment."
+                f"{self.name} is used again after its update, within the same backward pass: activation checkpointing "
+                "recomputes a segment in which its value is used without its gradient (move that use out of the "
+                "segment), or a hook computes and differentiates a loss of its own (do so in another step)."
             )
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
