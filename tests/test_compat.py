@@ -316,6 +316,45 @@ def test_a_checkpoint_of_another_optimizer(before: str, after: str, saved: dict[
             resume()
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(partial(torch.optim.SGD, lr=1e-3, momentum=0.9), "momentum"),
+     (partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True), "centered")],
+)  # fmt: skip
+def test_a_moment_that_was_switched_off_is_no_other_optimizer_s(make: Any, option: str, tmp_path: Path) -> None:
+    """It stays in the state, and in the checkpoint; so does what someone put there."""
+
+    class SwitchedOff(Module):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.global_step == 1:
+                optimizer = self.trainer.optimizers[0]
+                optimizer.param_groups[0][option] = type(optimizer.param_groups[0][option])(0)
+                optimizer.state[self.net.weight]["mine"] = torch.ones(1)
+
+    run = fit(SwitchedOff(Linear, make, square_loss), "forge", vectors(), max_steps=3)
+    run.trainer.save_checkpoint(tmp_path / "off.ckpt")
+    again = fit(Module(Linear, make, square_loss), "forge", vectors(), max_steps=5, ckpt_path=tmp_path / "off.ckpt")
+    assert again.trainer.global_step == 5
+
+
+def transposed() -> nn.Module:
+    net = aliased()
+    net[1].weight.data = net[0].weight.data.t()
+    return net
+
+
+def frozen_alias() -> nn.Module:
+    net = aliased()
+    net[1].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("make", [transposed, frozen_alias])
+def test_other_parameters_in_one_memory(make: Any) -> None:
+    with pytest.raises(memopt.UnsupportedError, match="are two parameters in the same memory"):
+        train(Module(make, loss=square_loss))
+
+
 def test_several_machines_are_refused() -> None:
     """Each would train a model of its own."""
     with pytest.raises(memopt.UnsupportedError, match=r"^num_nodes=2: strategy 'forge' trains on one device"):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import embedding
@@ -63,25 +64,14 @@ def _same(options: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
         return False
 
 
-def _refuse_overlaps(slots: Iterable[Slot]) -> None:
-    """See to it that no two weights share memory, as each is updated when its own gradient is complete.
-
-    Raises:
-        UnsupportedError: Two do.
-    """
-    weights = [(slot.weight, slot.name) for slot in slots]
-    spans = sorted(
-        (str(weight.device), weight.data_ptr(), weight.data_ptr() + weight.nbytes, name)
-        for weight, name in weights
-        if weight.numel() and weight.is_contiguous() and not weight.is_meta
-    )
-    for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
-        if device == other_device and start < end:
-            raise UnsupportedError(
-                f"{name} and {other} are two parameters in the same memory, as if by `b.weight.data = a.weight.data`: "
-                "one would be updated before the gradient of the other is formed. Make them one parameter: "
-                "`b.weight = a.weight`."
-            )
+def _is_dense(weight: Tensor) -> bool:
+    """Whether its elements fill a span of memory, in whatever order of dimensions."""
+    step = 1
+    for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return weight.numel() > 0 and not weight.is_meta
 
 
 class SlotKeeper:
@@ -118,7 +108,6 @@ class SlotKeeper:
         self._names = {param: name for name, param in module.named_parameters()}
         for optimizer in optimizers:
             self._adopt(optimizer)
-        _refuse_overlaps(self.slots.values())
         self._modules = install(module) + embedding.install(module)
         self._note_storages()
 
@@ -150,6 +139,29 @@ class SlotKeeper:
                 if slot.param not in listed:
                     self._let_go(slot)
             self._choose_small()
+            self._refuse_overlaps()
+
+    def _refuse_overlaps(self) -> None:
+        """See to it that no weight lies where another one does: each is updated when its own gradient is complete.
+
+        Raises:
+            UnsupportedError: One does.
+        """
+        frozen = [param for param in self._names if param not in self.slots and not isinstance(param, DTensor)]
+        weights = [(slot.weight, slot.name, True) for slot in self.slots.values()]
+        weights += [(param.detach(), self._names[param], False) for param in frozen]
+        spans = sorted(
+            (str(weight.device), weight.data_ptr(), weight.data_ptr() + weight.nbytes, name, trains)
+            for weight, name, trains in weights
+            if _is_dense(weight)
+        )
+        for (device, _, end, name, trains), (other_device, start, _, other, other_trains) in pairwise(spans):
+            if device == other_device and start < end and (trains or other_trains):
+                raise UnsupportedError(
+                    f"{name} and {other} are two parameters in the same memory, as if by "
+                    "`b.weight.data = a.weight.data`: one would be updated before the gradient of the other is formed. "
+                    "Make them one parameter: `b.weight = a.weight`."
+                )
 
     def _let_go(self, slot: Slot) -> None:
         """The optimizer has the parameter no longer."""

@@ -206,9 +206,14 @@ class Slot:
         self.lookups, self.lookup_versions = [], []
 
     def hold_gradient(self) -> None:
-        """Move autograd's gradient out of sight of hooks and of the optimizer's own step, until the update."""
+        """Move autograd's gradient out of sight of hooks and of the optimizer's own step, until the update.
+
+        Raises:
+            UpdateError: It is sparse.
+        """
         if self.param.grad is not None:
             grad, self.param.grad = self.param.grad, None
+            check_strided(self.name, grad)
             self.grad = grad if self.grad is None else self.grad.add_(grad)
 
     def take_gradient(self) -> Tensor | None:
@@ -328,11 +333,15 @@ class Slot:
         Args:
             memory: Addresses of the storages of all queued dY.
         """
-        grad = self.leaf.grad
-        if grad is not None and grad.layout == torch.strided and grad.untyped_storage().data_ptr() in memory:
-            self.leaf.grad = grad.clone()
-        if self.grad is not None and self.grad.untyped_storage().data_ptr() in memory:
-            self.grad = self.grad.clone()
+
+        def lies_there(grad: Tensor | None) -> bool:
+            strided = grad is not None and grad.layout == torch.strided
+            return strided and grad.untyped_storage().data_ptr() in memory  # type: ignore[union-attr]
+
+        if lies_there(self.leaf.grad):
+            self.leaf.grad = self.leaf.grad.clone()  # type: ignore[union-attr]
+        if lies_there(self.grad):
+            self.grad = self.grad.clone()  # type: ignore[union-attr]
 
     def _check_inputs(self) -> None:
         for factors, versions in zip(self.factors, self.versions, strict=True):

@@ -91,6 +91,7 @@ class Updater(SlotUpdater):
         self._entered = False  # whether the open step had a backward pass, and has not been finished since
         self._broken = False
         self._task: int | None = None
+        self._nested: int | None = None
         self._scalars: dict[torch.device, StepScalars] = {}
         self._ages: dict[torch.device, StepAges] = {}
         self._said_fold = False
@@ -254,7 +255,7 @@ class Updater(SlotUpdater):
             raise
         finally:
             self.in_backward = self.queueing = self._checked = False
-            self._task = None
+            self._task = self._nested = None
             if handle is not None:
                 handle.remove()
 
@@ -293,7 +294,14 @@ class Updater(SlotUpdater):
         """
         if not self._owns(slot) or slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
             return False
-        return slot.leaf.requires_grad and engine.will_run(slot.node)
+        if not slot.leaf.requires_grad or not engine.will_run(slot.node):
+            return False
+        if self.queueing or self._deferred:
+            nested = engine.current_pass()
+            if nested not in (self._task, self._nested):  # the next segment's pass may add to this one's gradients
+                self._nested = nested
+                engine.at_the_end(self._keep_apart)
+        return True
 
     def _owns(self, slot: Slot) -> bool:
         mine = slot.optimizer is self._stepping if self._stepping is not None else self.queueing
@@ -316,6 +324,12 @@ class Updater(SlotUpdater):
         elif not (self._reentrant or (slot.small and slot.plain)):
             self._update(slot)
 
+    @torch.no_grad()
+    def _keep_apart(self) -> None:
+        memory = {address for slot in self.slots.values() for address in slot.queued_memory()}
+        for slot in self.slots.values() if memory else ():
+            slot.keep_apart(memory)
+
     def _fold(self, slot: Slot) -> None:
         if slot.fold() and not self._said_fold:
             self._said_fold = True
@@ -328,9 +342,7 @@ class Updater(SlotUpdater):
     def _end_pass(self) -> None:
         """The engine is through with a backward pass."""
         if self.queueing or self._deferred:
-            memory = {address for slot in self.slots.values() for address in slot.queued_memory()}
-            for slot in self.slots.values() if memory else ():
-                slot.keep_apart(memory)
+            self._keep_apart()
         if not self._deferred:
             self._update_pending(ready=True)
 

@@ -46,12 +46,13 @@ class ResumableLoader(DataLoader):
         self._batches_done = 0
         if isinstance(self.sampler, ResumableSampler) and state.get("epoch") == self.sampler.epoch:
             self._batches_done = state["batches_done"]
-            before = state.get("batch_size", self.batch_size)
-            self.sampler.skip = self._batches_done * (before or 1)
-            if before != self.batch_size:
+            size = self.batch_size or 1
+            before = state.get("batch_size", size)
+            self.sampler.skip = self._batches_done * before
+            if before != size:
                 rank_zero_warn(
                     f"the checkpoint is of the middle of an epoch in batches of {before}, and goes on in batches of "
-                    f"{self.batch_size}: no sample comes twice, but the epoch ends after as many batches as a whole "
+                    f"{size}: no sample comes twice, but the epoch ends after as many batches as a whole "
                     "one has, so some may be left out. Resume at the end of an epoch, or keep the batch size."
                 )
         for batch in super().__iter__():

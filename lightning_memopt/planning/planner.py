@@ -159,7 +159,7 @@ def parse_memory(memory: str | int | None) -> int | None:
     """Bytes of "80GiB", "80 GB", "81920MiB" or a number."""
     if memory is None or isinstance(memory, int):
         return memory
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", memory, flags=re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, flags=re.IGNORECASE)
     size = 0
     if match is not None:
         number, prefix, binary = match.groups()

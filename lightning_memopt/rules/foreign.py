@@ -8,17 +8,22 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_memopt.compat import refusal
+from lightning_memopt.rules import RULES
 from lightning_memopt.rules.base import Rule
 from lightning_memopt.rules.storage import Storage
 from lightning_memopt.sparsity.state import MASK
 
 FOREIGN = "a checkpoint of another optimizer"
+# Options that moments depend on, as they are when there are most.
+_SWITCHES = {"momentum": 0.9, "centered": True}
+# Entries of coded moments, here and in bitsandbytes, beside those that end in this.
+_CODES, _SCALE = ("codebook", "column_step", "state1", "state2", "qmap1", "qmap2"), "_scale"
 
 
 def check_entry(
     optimizer: Optimizer, rule: Rule, storages: Sequence[Storage], name: str, entry: Mapping[str, Any]
 ) -> None:
-    """See to it that a saved state has nothing that the optimizer would not know what to do with.
+    """See to it that a saved state has nothing that only another optimizer has.
 
     Codes taken for moments, say, would train on, and go wrong.
 
@@ -34,7 +39,14 @@ def check_entry(
     """
     if MASK in entry:
         raise refusal("a checkpoint of SMET without SMET", name)
-    known = {*rule.counts, *(key for storage in storages for key in storage.entries())}
+    known = {*_of(rule), *(key for storage in storages for key in storage.entries())}
+    others = {*_CODES, *(key for other in RULES.values() for key in _of(other))}
     for key, value in entry.items():
-        if key not in known and value is not None:
+        # Others, which the same optimizer may have kept under other options or someone put there, do no harm.
+        if value is not None and key not in known and (key in others or key.endswith(_SCALE)):
             raise refusal(FOREIGN, f"{type(optimizer).__name__}, {key!r} of {name}")
+
+
+def _of(rule: Rule) -> tuple[str, ...]:
+    """Counts and moments that states of the rule's optimizer may have, whatever its options."""
+    return (*rule.counts, *rule.moments(_SWITCHES))

@@ -261,7 +261,7 @@ def test_memory_is_read_with_its_unit(text, size):
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["80", "80XB", "", "0GiB"])
+@pytest.mark.parametrize("text", ["80", "80XB", "", "0GiB", "1.2.3GiB"])
 def test_memory_without_a_unit_is_refused(text):
     with pytest.raises(memopt.MemOptError, match="write it like 80GiB"):
         parse_memory(text)

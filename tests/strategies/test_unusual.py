@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import OPTIMIZERS, Module, assert_equal_runs, fit, square_loss, tokens, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 
@@ -212,6 +213,26 @@ def test_a_gradient_that_is_a_view_of_a_queued_one(lookup: bool, options: dict[s
     data = partial(vectors, 64, batch_size=1) if lookup else wide_data
     make = partial(Module, partial(Shifted, lookup), partial(torch.optim.SGD, lr=0.5), square_loss)
     assert_equal_runs(make, data=data, max_steps=4, accumulate_grad_batches=4, **options)
+
+
+class ShiftedTwice(nn.Module):
+    """The same in two segments of reentrant checkpointing, each with a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.shift = nn.Linear(64, 64), nn.Linear(64, 64), nn.Parameter(torch.zeros(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for layer in (self.first, self.last):
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x) + self.shift.view(2, 64)), x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_a_gradient_that_is_a_view_in_two_segments(options: dict[str, Any]) -> None:
+    make = partial(Module, ShiftedTwice, partial(torch.optim.SGD, lr=0.5), square_loss)
+    assert_equal_runs(make, data=wide_data, max_steps=4, **options)
 
 
 class ZeroesInHook(Module):
