@@ -148,14 +148,16 @@ class MemOptCLI(LightningCLI):
 
     def _class_of_model(self) -> str | None:
         """The model's class as the config has it now."""
-        config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
-        return getattr(config.get("model"), "class_path", None)
+        return getattr(self._model_config(), "class_path", None)
 
     def _model_options(self) -> dict[str, Any]:
         """The model's arguments as the config has them now."""
-        config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
-        options = getattr(config.get("model"), "init_args", None)
+        options = getattr(self._model_config(), "init_args", None)
         return options.as_dict() if options is not None else {}
+
+    def _model_config(self) -> Any:
+        config = self.config[self.config.subcommand] if self.config.get("subcommand") else self.config
+        return config.get("model")
 
 
 def _short(value: Any) -> str:

@@ -40,19 +40,20 @@ class _KnownGroup:
 
     @classmethod
     def of(cls, group: dict[str, Any], frozen: list[nn.Parameter]) -> _KnownGroup:
-        return cls(group, _options(group), list(map(id, group["params"])), frozen)
+        return cls(group, options_of(group), list(map(id, group["params"])), frozen)
 
     def is_still(self, group: dict[str, Any]) -> bool:
         """Whether there is nothing new: no other options or parameters, and none that was unfrozen."""
         return (
             group is self.group
             and list(map(id, group["params"])) == self.ids
-            and _same(_options(group), self.options)
+            and _same(options_of(group), self.options)
             and not any(param.requires_grad for param in self.frozen)
         )
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters and learning rate."""
     return {key: value for key, value in group.items() if key not in _FREE_OPTIONS}
 
 

@@ -333,15 +333,10 @@ class Slot:
         Args:
             memory: Addresses of the storages of all queued dY.
         """
-
-        def lies_there(grad: Tensor | None) -> bool:
-            strided = grad is not None and grad.layout == torch.strided
-            return strided and grad.untyped_storage().data_ptr() in memory  # type: ignore[union-attr]
-
-        if lies_there(self.leaf.grad):
-            self.leaf.grad = self.leaf.grad.clone()  # type: ignore[union-attr]
-        if lies_there(self.grad):
-            self.grad = self.grad.clone()  # type: ignore[union-attr]
+        for holder in (self.leaf, self):
+            grad = holder.grad
+            if grad is not None and grad.layout == torch.strided and grad.untyped_storage().data_ptr() in memory:
+                holder.grad = grad.clone()
 
     def _check_inputs(self) -> None:
         for factors, versions in zip(self.factors, self.versions, strict=True):

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_memopt.backward import engine
 from lightning_memopt.backward.ages import StepAges
 from lightning_memopt.backward.clipping import NO_CLIP, Clip, Norms, gradient_norms
-from lightning_memopt.backward.keeper import by_device
+from lightning_memopt.backward.keeper import by_device, options_of
 from lightning_memopt.backward.nonfinite import NonFinite
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
@@ -52,10 +52,9 @@ TOO_LATE = (
 def _watched(group: Mapping[str, Any]) -> Iterator[Any]:
     """The learning rate, and all tensors among the options of a parameter group."""
     yield group["lr"]
-    for key, value in group.items():
-        if key not in ("lr", "params"):
-            parts = value if isinstance(value, tuple | list) else (value,)
-            yield from (part for part in parts if isinstance(part, Tensor))
+    for value in options_of(group).values():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        yield from (part for part in parts if isinstance(part, Tensor))
 
 
 class Updater(SlotUpdater):

@@ -33,7 +33,7 @@ from lightning_memopt.kernels.hopper_matmul import (
     operands,
     tile_position,
 )
-from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, piece_offset, stream
+from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, PLAIN, piece_offset, stream
 from lightning_memopt.kernels.hopper_step import CHUNK
 from lightning_memopt.kernels.hopper_update import QUARTER, read_scales, row_sums, scale_pointers, update_tile
 
@@ -42,9 +42,8 @@ _CHUNK, _BLOCKS, _PIECES = gl.constexpr(CHUNK), gl.constexpr(BLOCKS), gl.constex
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
 _SURE = gl.constexpr(codes.SURE)
-# How a group reads the factors of a tile's columns, and how they lie in shared memory.
-_FACTORS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# How a group reads the factors of a tile's columns.
+_FACTORS, _PLAIN = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0])), gl.constexpr(PLAIN)
 
 
 @gluon.jit

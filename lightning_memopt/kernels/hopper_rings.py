@@ -19,6 +19,8 @@ from lightning_memopt.kernels.hopper_step import CHUNK
 PIECES = TILE_ROWS * TILE_COLUMNS // CHUNK**2
 BLOCKS = TILE_COLUMNS // CHUNK
 STRIP = TILE_ROWS // PIECES
+# How scales and factors lie in shared memory: one after the other.
+PLAIN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 _CHUNK, _PIECES, _BLOCKS, _STRIP = (gl.constexpr(count) for count in (CHUNK, PIECES, BLOCKS, STRIP))
 
 

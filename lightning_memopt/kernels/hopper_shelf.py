@@ -37,7 +37,7 @@ from lightning_memopt.kernels.hopper_matmul import (
     tile_count,
     tile_position,
 )
-from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, STRIP, piece_offset, stream
+from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, PLAIN, STRIP, piece_offset, stream
 from lightning_memopt.kernels.hopper_step import CHUNK, step, stored
 
 WARPS = 8
@@ -57,7 +57,7 @@ _SHELF, _SHELF_HALF = gl.constexpr(_shelf(STRIP)), gl.constexpr(_shelf(TILE_ROWS
 _ROWS, _COLUMNS, _CHUNK = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS), gl.constexpr(CHUNK)
 _STRIP, _PIECES, _BLOCKS, _HALVES = (gl.constexpr(count) for count in (STRIP, PIECES, BLOCKS, HALVES))
 _HALF, _AS_STRIP, _AS_CHUNK = gl.constexpr(HALF), gl.constexpr(AS_STRIP), gl.constexpr(AS_CHUNK)
-_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN = gl.constexpr(PLAIN)
 _OF_A_WARP = gl.constexpr(gl.BlockedLayout([CHUNK // 32], [32], [1], [0]))
 _WRITER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _READER = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -263,7 +263,7 @@ def weight_gradient_handed_over(
     dy_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, dy.block_type.shape[0], _ROWS], dy.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], _COLUMNS], x.layout)
     shelf = gl.allocate_shared_memory(gl.float32, [_PIECES, _STRIP, _COLUMNS], _SHELF)
-    flag = gl.allocate_shared_memory(gl.int32, [1], _SCALES)
+    flag = gl.allocate_shared_memory(gl.int32, [1], _PLAIN)
     tensors = (w, m0, m1, m2)[: moments + 1]
     rings = ()
     for i in gl.static_range(moments + 1):
@@ -271,7 +271,7 @@ def weight_gradient_handed_over(
     scale_rings = ()
     for i in gl.static_range(moments):
         if KINDS[i] >= _SIGNED:
-            scale_rings = scale_rings + (gl.allocate_shared_memory(gl.float32, [SLOTS, _CHUNK], _SCALES),)
+            scale_rings = scale_rings + (gl.allocate_shared_memory(gl.float32, [SLOTS, _CHUNK], _PLAIN),)
         else:
             scale_rings = scale_rings + (flag,)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

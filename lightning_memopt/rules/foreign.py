@@ -40,13 +40,15 @@ def check_entry(
     if MASK in entry:
         raise refusal("a checkpoint of SMET without SMET", name)
     known = {*_of(rule), *(key for storage in storages for key in storage.entries())}
-    others = {*_CODES, *(key for other in RULES.values() for key in _of(other))}
     for key, value in entry.items():
         # Others, which the same optimizer may have kept under other options or someone put there, do no harm.
-        if value is not None and key not in known and (key in others or key.endswith(_SCALE)):
+        if value is not None and key not in known and (key in _OTHERS or key.endswith(_SCALE)):
             raise refusal(FOREIGN, f"{type(optimizer).__name__}, {key!r} of {name}")
 
 
 def _of(rule: Rule) -> tuple[str, ...]:
     """Counts and moments that states of the rule's optimizer may have, whatever its options."""
     return (*rule.counts, *rule.moments(_SWITCHES))
+
+
+_OTHERS = frozenset((*_CODES, *(key for rule in RULES.values() for key in _of(rule))))

@@ -38,7 +38,7 @@ from lightning_memopt.optim.gefen_learning import CODEBOOK
 from lightning_memopt.optim.shards import as_rows, by_rows, local
 from lightning_memopt.rules.adam import AdamWRule
 from lightning_memopt.rules.base import Group, State
-from lightning_memopt.rules.storage import OF_SPARSE, Dense, Rounder, Storage
+from lightning_memopt.rules.storage import Dense, Rounder, Storage
 from lightning_memopt.rules.storage_8bit import BLOCK, Codes, block_scale
 from lightning_memopt.sparsity.spans import Spans, where
 
@@ -127,7 +127,7 @@ class LearnedCodes(Codes):
         if moment.shape != as_rows(param).shape:
             raise UnsupportedError(
                 f"the saved Gefen codes have shape {tuple(moment.shape)}, the weight {tuple(param.shape)}. State of "
-                f"flat shards (strategy 'fsdp') belongs to one model, wrapping and world size. {OF_SPARSE}"
+                "flat shards (strategy 'fsdp') belongs to one model, wrapping and world size."
             )
         state = {key: saved[key].detach().to(param.device, copy=True) for key in self.entries()}
         if not state[CODEBOOK].dim():

@@ -15,10 +15,6 @@ from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
 
-# What a state of another shape is likely to be.
-OF_SPARSE = (
-    "If it was trained with the callback SMET, the checkpoint holds the state of active weights only: add the callback."
-)
 # Rounds a float32 tensor to bf16 stochastically; None to round to nearest.
 Rounder = Callable[[Tensor], Tensor] | None
 
@@ -78,7 +74,7 @@ class Storage:
                 if state[key].shape != saved[key].shape:
                     raise UnsupportedError(
                         f"the saved '{key}' has shape {tuple(saved[key].shape)}, which is not that of a weight of "
-                        f"shape {tuple(param.shape)}. {OF_SPARSE}"
+                        f"shape {tuple(param.shape)}."
                     )
                 state[key].copy_(saved[key])
         else:
