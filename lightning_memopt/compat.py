@@ -321,6 +321,11 @@ CASES = (
         "a sparse layer's weight is the embedding matrix too. Untie them, or exclude the layer.",
     ),
     Case(
+        "SMET with two densities for one weight",
+        "refused",
+        "two layers share it, and `density` gives each another. Give both the same, or name one of them in `exclude`.",
+    ),
+    Case(
         "weight averaging callbacks with SMET",
         "refused",
         "averages over several masks are of no mask: weights that are inactive in the end are not zero in them. Leave "

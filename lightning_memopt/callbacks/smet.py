@@ -222,7 +222,12 @@ class SMET(pl.Callback):
                 f"model's linear layers are: {linear}. By default the last one, the output head, stays dense; name the "
                 "layers you mean in `include`."
             )
-        return {id(found[name].weight): (name, density) for name, density in each.items()}
+        targets: dict[int, tuple[str, float]] = {}
+        for name, density in each.items():
+            first, other = targets.setdefault(id(found[name].weight), (name, density))
+            if density != other:
+                raise refusal("SMET with two densities for one weight", f"{first} and {name}")
+        return targets
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate what will be trained."""

@@ -57,8 +57,14 @@ class AdamW8bit(CheckedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch, but codes and scales keep their dtype; the moments of a ``torch.optim.AdamW`` are encoded."""
+        """As torch, but codes and scales keep their dtype; the moments of a ``torch.optim.AdamW`` are encoded.
+
+        Raises:
+            UnsupportedError: It is the state of another optimizer, or of active weights only.
+        """
         from lightning_memopt.optim.apply import load_exactly
         from lightning_memopt.rules.adamw8bit import AdamW8bitRule
+        from lightning_memopt.rules.foreign import check_options
 
+        check_options(self, state_dict["param_groups"])
         load_exactly(self, AdamW8bitRule(), state_dict, super().load_state_dict)

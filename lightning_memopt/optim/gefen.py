@@ -111,11 +111,14 @@ class Gefen(CheckedOptimizer):
         The state of a ``torch.optim.AdamW`` is taken over as well: its moments are encoded, its groups' options kept.
 
         Raises:
-            UnsupportedError: The saved state holds codes without the codebook they belong to.
+            UnsupportedError: The saved state holds codes without the codebook they belong to, or is that of another
+                optimizer, or of active weights only.
         """
         from lightning_memopt.optim.apply import load_exactly
+        from lightning_memopt.rules.foreign import check_options
         from lightning_memopt.rules.gefen import GefenRule
 
+        check_options(self, state_dict["param_groups"])
         # Loading, as copying, makes torch add defaults that no group has.
         own = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
         own += [{}] * len(state_dict["param_groups"])  # torch tells if there are too many

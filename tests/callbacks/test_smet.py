@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -681,6 +682,22 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     """Before anything is trained."""
     with pytest.raises(memopt.UnsupportedError, match=words):
         train(smet(**options), steps=1)
+
+
+def shared_pair() -> nn.Module:
+    up, down = nn.Linear(64, 64), nn.Linear(64, 64)
+    down.weight = up.weight
+    return nn.Sequential(OrderedDict(up=up, down=down, head=nn.Linear(64, 8)))
+
+
+def test_one_weight_of_two_layers_has_one_density() -> None:
+    """The last one would count otherwise, unsaid."""
+    words = row("SMET with two densities for one weight")
+    with pytest.raises(memopt.UnsupportedError, match=f"net.up and net.down: {words}"):
+        train(smet(density={"up": 0.5, "down": 0.25}), Module(shared_pair, loss=square_loss), steps=1, data=vectors(64))
+    for options in ({"density": 0.5}, {"density": {"up": 0.5, "down": 0.25}, "exclude": ["down"]}):
+        train(callback := smet(**options), Module(shared_pair, loss=square_loss), steps=1, data=vectors(64))
+        assert [layer.density for layer in callback.layers.values()] == [0.5]
 
 
 def test_a_model_without_linear_layers_hears_which_can_be_sparse() -> None:

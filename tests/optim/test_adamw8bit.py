@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_memopt as memopt
 from lightning_memopt.optim import AdamW8bit
 from lightning_memopt.rules.storage_8bit import PositiveCodes
 
@@ -135,6 +136,19 @@ def test_loading_does_not_share_memory() -> None:
     resumed.load_state_dict(saved)
     train(other, resumed, 1)
     assert torch.equal(saved["state"][0]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("make", [AdamW8bit, memopt.Gefen])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_takes_nothing_over_from_sgd(make: type[torch.optim.Optimizer], momentum: float) -> None:
+    """Not even if it kept no state: its learning rate would be taken for AdamW's."""
+    net = make_net()
+    other = torch.optim.SGD(net.parameters(), 0.1, momentum)
+    train(net, other, 1)
+    optimizer = make(net.parameters())
+    with pytest.raises(memopt.UnsupportedError, match="'betas': .*another one saved it"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and not optimizer.state
 
 
 def test_takes_over_from_adamw() -> None:
