@@ -28,17 +28,18 @@ from lightning_memopt.kernels.hopper_matmul import (
     HALF,
     TILE_COLUMNS,
     TILE_ROWS,
+    corner,
     first_product,
     more_products,
     operands,
-    tile_position,
+    tile_count,
 )
-from lightning_memopt.kernels.hopper_rings import BLOCKS, PIECES, PLAIN, piece_offset, stream
+from lightning_memopt.kernels.hopper_rings import PIECES, PLAIN, piece_offset, stream
 from lightning_memopt.kernels.hopper_step import CHUNK
 from lightning_memopt.kernels.hopper_update import QUARTER, read_scales, row_sums, scale_pointers, update_tile
 
 _ROWS, _COLUMNS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_COLUMNS)
-_CHUNK, _BLOCKS, _PIECES = gl.constexpr(CHUNK), gl.constexpr(BLOCKS), gl.constexpr(PIECES)
+_CHUNK, _PIECES = gl.constexpr(CHUNK), gl.constexpr(PIECES)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _CURVE, _MEAN = gl.constexpr(codes.CURVE), gl.constexpr(codes.MEAN)
 _SURE = gl.constexpr(codes.SURE)
@@ -71,15 +72,13 @@ def _consume(
     i = GROUP * steps
     e = GROUP * _PIECES
     parity = 1 - GROUP
-    first = gl.program_id(0) + GROUP * gl.num_programs(0)
-    next_row, next_column = tile_position(first, down, across, group)
-    for tile in range(first, down * across, 2 * gl.num_programs(0)):
-        tile_row, tile_column = next_row, next_column
-        row, column = tile_row * _ROWS, tile_column * _COLUMNS
+    next_row, next_column = corner(GROUP, down, across, group)
+    for n in range(GROUP, tile_count(down, across), 2):
+        row, column = next_row, next_column
         # Asked for now, so that they are there when the matmul is done.
         existing = rows - row - in_chunk
-        scale_at = (row + in_chunk) * scale_row + tile_column * _BLOCKS
-        shared_at = (row + in_chunk) * shared_row + tile_column * (_COLUMNS // WIDTH)
+        scale_at = (row + in_chunk) * scale_row + column // _CHUNK
+        shared_at = (row + in_chunk) * shared_row + column // WIDTH
         scales = ()
         for c in gl.static_range(_PIECES):
             r, k = piece_offset(c, False)
@@ -94,7 +93,7 @@ def _consume(
         mbarrier.wait(turn.index(GROUP), parity)
         acc = first_product(i, dy_ring, x_ring, full)
         # Divisions, while products are on their way.
-        next_row, next_column = tile_position(tile + 2 * gl.num_programs(0), down, across, group)
+        next_row, next_column = corner(n + 2, down, across, group)
         acc, i = more_products(acc, i, dy_ring, x_ring, full, empty, steps)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -57,20 +57,20 @@ def _block_sums(sums, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _factors(factor, first, columns, layout: gl.constexpr, COUNT: gl.constexpr):
-    """Factors of the columns of a tile or chunk, [1, COUNT]; 1 without any."""
+def _factors(factor, first, columns):
+    """Factors of the columns of a chunk, [1, CHUNK]; 1 without any."""
     if factor is None:
-        return gl.full([1, COUNT], 1.0, gl.float32, layout)
+        return gl.full([1, _CHUNK], 1.0, gl.float32, _QUARTER)
     else:
-        at = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
+        at = first + gl.arange(0, _CHUNK, gl.SliceLayout(0, _QUARTER))
         return gl.load(factor + at, mask=at < columns, other=1.0)[None, :]
 
 
 @gluon.jit
-def _left_out(acc, factors, common):
-    """A tile's squared gradient where it is to be used, and where it is not."""
-    g, keep = clipped(acc, factors, common)
-    return gl.where(keep, g * g, 0.0), gl.where(keep, 0.0, 1.0)
+def _left_out(chunk, factors, common):
+    """Of each row of a chunk, the sum of the squared gradients that are to be used, and how many are not."""
+    g, keep = clipped(chunk, factors, common)
+    return gl.sum(gl.where(keep, g * g, 0.0), 1), gl.sum(gl.where(keep, 0.0, 1.0), 1)
 
 
 @gluon.jit
@@ -160,17 +160,19 @@ def update_tile(
     TOGETHER: gl.constexpr = _TOGETHER if PLAIN else 1
     scale_row, shared_row = gl.cdiv(columns, _CHUNK), gl.cdiv(columns, WIDTH)
     counts = (existing, existing, existing, existing)
+    chunks = quarters(acc)
     if SHARED:
         if PLAIN:
             sums = _block_sums(sums, WIDTH)
         else:
-            factors = _factors(factor, column, columns, _HALF, _COLUMNS)
-            squares, bad = _left_out(acc, factors, common)
-            counts = row_sums(bad)
+            counts = sums
+            for n in range(_PIECES):
+                _, before = piece_offset(n, False)
+                total, count = _left_out(chunks[0], _factors(factor, column + before, columns), common)
+                chunks, sums, counts = chunks[1:] + chunks[:1], sums[1:] + (total,), counts[1:] + (count,)
             if gl.sum(counts[0] + counts[1] + (counts[2] + counts[3]), 0) > 0:
                 gl.store(nonfinite_ptr, 1)
-            sums, counts = _block_sums(row_sums(squares), WIDTH), _block_sums(counts, WIDTH)
-    chunks = quarters(acc)
+            sums, counts = _block_sums(sums, WIDTH), _block_sums(counts, WIDTH)
     for first in range(0, _PIECES, TOGETHER):
         for j in gl.static_range(TOGETHER):
             c = first + j
@@ -191,7 +193,7 @@ def update_tile(
                 else:
                     count = size - counts[j]
                     mean = codes.block_mean(sums[j], count)
-                    own_factors = _factors(factor, column + k, columns, _QUARTER, _CHUNK)
+                    own_factors = _factors(factor, column + k, columns)
             _update_chunk(
                 chunks[j], slot, scales[j], mean, count, pointers, mask, mask & (k % WIDTH == 0), start, key,
                 own_factors, rings, common, own, bend,

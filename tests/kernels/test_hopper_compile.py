@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 NAMES = {BF16: "bf16", F32: "fp32", torch.uint8: "u8"}
 # (rule, weight, dense moments) and the kibibytes of machine code at most, both groups' two paths together.
 CASES = [("adamw", BF16, BF16, 120), ("adamw8bit", BF16, BF16, 180), ("sgd", BF16, BF16, 80), ("lion", BF16, BF16, 100)]
-CASES += [("gefen", BF16, BF16, 190), ("gefen-64", BF16, BF16, 190)]
+CASES += [("gefen", BF16, BF16, 160), ("gefen-64", BF16, BF16, 160)]
 # The same where tiles are handed over.
 HANDED = [(BF16, 3, 4, 64), (F32, 3, 2, 60)]
 

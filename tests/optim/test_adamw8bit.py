@@ -146,7 +146,7 @@ def test_takes_nothing_over_from_sgd(make: type[torch.optim.Optimizer], momentum
     other = torch.optim.SGD(net.parameters(), 0.1, momentum)
     train(net, other, 1)
     optimizer = make(net.parameters())
-    with pytest.raises(memopt.UnsupportedError, match="'betas': .*another one saved it"):
+    with pytest.raises(memopt.UnsupportedError, match=r"'betas': .*another one saved it"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] == 1e-3 and not optimizer.state
 
