@@ -195,8 +195,11 @@ def main(args: list[str] | None = None) -> None:
     try:
         if words and words[0] in COMMANDS:
             run_command(words[0], words[1:])
+        elif words and not words[0].startswith("-") and words[0] not in MemOptCLI.subcommands():
+            known = ", ".join([*MemOptCLI.subcommands(), *COMMANDS])
+            raise MemOptError(f"There is no command {words[0]!r}. There are {known}.")
         else:
-            MemOptCLI(args)
+            MemOptCLI(args if words else ["--help"])
     except (MemOptError, MisconfigurationException, RuntimeError, KeyError) as error:
         if not isinstance(error, (MemOptError, MisconfigurationException)):
             error = _other_checkpoint(error)

@@ -146,7 +146,7 @@ def test_optimizer_block_of_lightning_cli(workdir):
         (["generate", "--ckpt", "text.txt", "--temperature=-1"], ["temperature"]),
         (["generate", "--ckpt", "text.txt", "--warmth", "1"], ["warmth"]),
         (["export", "--ckpt", "missing.ckpt", "--out", "model"], ["missing.ckpt"]),
-        (["nonsense"], ["nonsense"]),
+        (["nonsense"], ["nonsense", "fit", "predict", *COMMANDS]),
     ],
     ids=lambda value: "-".join(value[-2:])[-60:] if isinstance(value, list) else None,
 )
@@ -204,9 +204,10 @@ def test_export_round_trip(workdir, capsys):
     assert "--out model" in error_of(capsys, ["export", "--ckpt", str(RUN / "last.ckpt"), "--out", "model"])
 
 
-def test_help_names_every_command(capsys):
+@pytest.mark.parametrize("args", [[], ["--help"]])
+def test_help_names_every_command(capsys, args):
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main(args)
     out = capsys.readouterr().out
     for command in ("fit", "validate", "test", "predict", *COMMANDS):
         assert command in out
