@@ -165,6 +165,7 @@ def update_tile(
         if PLAIN:
             sums = _block_sums(sums, WIDTH)
         else:
+            # In as many turns as there are chunks, each is back in its place.
             counts = sums
             for n in range(_PIECES):
                 _, before = piece_offset(n, False)
