@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -35,7 +35,7 @@ from lightning_memopt.backward.sharded_keeper import ShardedKeeper
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
 from lightning_memopt.backward.shipping import Parcel, Shipping
 from lightning_memopt.backward.slot import Lookup, Slot, versions_of
-from lightning_memopt.backward.traffic import Route, said
+from lightning_memopt.backward.traffic import Route, Way, said
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
@@ -59,7 +59,7 @@ class ShardedUpdater(ShardedKeeper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reports = NonFiniteReports(self.reports.mode, together=True)
-        self.route: Literal["auto"] | Route = "auto"
+        self.route: Way = "auto"
         self.ahead: bool | None = None
         self.peers: Peers | None = None
         self._shipping: Shipping | None = None

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from lightning_memopt.backward.passes import Agreed, Passes
 from lightning_memopt.backward.peers import ITEMS, Answers, Item, Peers
 from lightning_memopt.backward.sharded_slot import ShardedSlot
 from lightning_memopt.backward.slot import Lookup, Versions, check_unchanged
-from lightning_memopt.backward.traffic import Layer, Route, cheaper_routes, lookup_bytes, received
+from lightning_memopt.backward.traffic import Layer, Route, Way, chosen_routes, lookup_bytes, received
 from lightning_memopt.kernels import Factors, Update
 from lightning_memopt.kernels.reference import compute_dtype
 
@@ -139,9 +139,7 @@ class Shipping:
         plan: Route and bytes received, by parameter name, of the last step.
     """
 
-    def __init__(
-        self, ranks: Ranks, peers: Peers, receiver: Receiver, route: Literal["auto"] | Route, ahead: bool
-    ) -> None:
+    def __init__(self, ranks: Ranks, peers: Peers, receiver: Receiver, route: Way, ahead: bool) -> None:
         self.ranks, self.peers, self.receiver = ranks, peers, receiver
         self.route, self.ahead = route, ahead
         self.plan: dict[str, tuple[Route, int]] = {}
@@ -322,7 +320,7 @@ class Shipping:
             rows, columns = parcel.slot.param.shape
             wide = compute_dtype(parcel.slot.param).itemsize
             layers.append(Layer((rows, columns), most, source, parcel.dtypes[0].itemsize, wide))
-        routes = cheaper_routes(layers, size, shards) if self.route == "auto" else [self.route] * len(layers)
+        routes = chosen_routes(self.route, layers, size, shards)
         return routes, received(layers, routes, size, shards)
 
     def _reduce(self, parcel: Parcel) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Route = Literal["exchange", "reduce"]
+Way = Literal["auto"] | Route
 
 # The distinct linear layers of an 8B Llama, [rows, columns], and how many of each.
 LAYERS_8B = {
@@ -107,6 +108,11 @@ def cheaper_routes(layers: Sequence[Layer], ranks: int, shards: int) -> list[Rou
         exchange, reduce = (sum(cost[i] for i in alike) for cost in costs)
         routes.append("exchange" if exchange <= reduce else "reduce")
     return routes
+
+
+def chosen_routes(way: Way, layers: Sequence[Layer], ranks: int, shards: int) -> list[Route]:
+    """`way` for every layer, or those of `cheaper_routes` if it is "auto"."""
+    return cheaper_routes(layers, ranks, shards) if way == "auto" else [way] * len(layers)
 
 
 def said(plan: Mapping[str, tuple[Route, int]]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.backward.exchange import BLOCK_ELEMENTS, sources
 from lightning_memopt.backward.shipping import BLOCKS
-from lightning_memopt.backward.traffic import Layer, cheaper_routes, shard_rows
+from lightning_memopt.backward.traffic import Layer, Way, chosen_routes, shard_rows
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.planning.live import LiveBytes
@@ -36,14 +36,15 @@ class Exchanged:
     Args:
         parts: Parameters that are gathered, and whose factors are sent, together; those of the last travel alone.
         ranks: Devices that share the module.
+        way: How gradients are summed, see `lightning_memopt.ForgeFSDPStrategy`.
         live: Counts what is received.
 
     Attributes:
         window: Bytes of the largest block that this rank has left for the others so far.
     """
 
-    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], ranks: int, live: LiveBytes) -> None:
-        self.ranks, self.live, self.window = ranks, live, 0
+    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], ranks: int, way: Way, live: LiveBytes) -> None:
+        self.ranks, self.way, self.live, self.window = ranks, way, live, 0
         self._blocks: Mapping[nn.Parameter, int] = {param: i for i, params in enumerate(parts[:-1]) for param in params}
         self._block: int | None = None
         self._collected: list[tuple[Weight, Tensor, Tensor]] = []
@@ -68,7 +69,7 @@ class Exchanged:
             return
         first = sources([x for *_, x in collected])
         layers = [_layer(*of, source) for of, source in zip(collected, first, strict=True)]
-        routes = cheaper_routes(layers, self.ranks, self.ranks)
+        routes = chosen_routes(self.way, layers, self.ranks, self.ranks)
         reduced = [weight for (weight, *_), way in zip(collected, routes, strict=True) if way == "reduce"]
         self._reduced = None
         if reduced:

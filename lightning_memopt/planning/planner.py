@@ -133,6 +133,7 @@ def _plan(
         vocab_size=vocab_size,
         ranks=world_size,
         wrap=wrap,
+        way=getattr(getattr(strategy, "updater", None), "route", "auto"),
         micro_batches=micro_batches,
     )
     traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memopt.backward import embedding, linear
 from lightning_memopt.backward.linear import SLOT
+from lightning_memopt.backward.traffic import Way
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.kernels import Factors
 from lightning_memopt.kernels.reference import compute_dtype
@@ -157,6 +158,7 @@ def trace(
     vocab_size: int | None = None,
     ranks: int = 1,
     wrap: Sequence[str] | str = "auto",
+    way: Way = "auto",
     micro_batches: int = 1,
 ) -> Trace:
     """Run ``training_step`` and backward on the meta device.
@@ -170,6 +172,7 @@ def trace(
         vocab_size: By which logits are told from other activations.
         ranks: Devices that share the module, of which one is traced.
         wrap: What they gather together, see `lightning_memopt.strategies.sharding.find_blocks`.
+        way: How they sum gradients, see `lightning_memopt.ForgeFSDPStrategy`.
         micro_batches: Batches of a step, of which the last is traced.
 
     Raises:
@@ -179,7 +182,7 @@ def trace(
     weights = [*module.parameters(), *module.buffers()]
     batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*weights, *batch_tensors], vocab_size)
-    exchanged = Exchanged(sharding.parts(module, wrap), ranks, live) if ranks > 1 else None
+    exchanged = Exchanged(sharding.parts(module, wrap), ranks, way, live) if ranks > 1 else None
     slots = Slots(live, route == "deferred", exchanged, micro_batches - 1)
     changed: list[nn.Module] = []
     handles = []
