@@ -118,21 +118,46 @@ CASES = (
         "the first call of self.clip_gradients has used the gradients, a second one would clip nothing. Call it once.",
     ),
     Case(
+        "self.clip_gradients in another hook",
+        "refused",
+        "self.clip_gradients was called outside of configure_gradient_clipping, where gradients are consumed already. "
+        "Pass Trainer(gradient_clip_val=...), or override configure_gradient_clipping and call it there.",
+    ),
+    Case(
         "configure_gradient_clipping without self.clip_gradients",
         "refused",
-        "the overridden configure_gradient_clipping did not call self.clip_gradients(optimizer, ...), and there are no "
-        "gradients to treat otherwise. Call it (gradient_clip_val=0.0 clips nothing), or remove the override.",
+        "the overridden configure_gradient_clipping or clip_gradients did not call Lightning's "
+        "self.clip_gradients(optimizer, ...), and there are no gradients to treat otherwise. Call it "
+        "(gradient_clip_val=0.0 clips nothing), or remove the override.",
     ),
     Case(
         "on_after_backward, on_before_optimizer_step, on_before_zero_grad",
         "warned",
-        "the hooks run, but find no gradients to read or change; clip by Trainer(gradient_clip_val=...), log norms by "
-        "lightning_memopt.callbacks.GradNorm",
+        "the hooks run, but find no gradients to read or change, and weights that are updated already; clip by "
+        "Trainer(gradient_clip_val=...), log norms by lightning_memopt.callbacks.GradNorm",
     ),
     Case(
         "optimizer_zero_grad or optimizer_step overridden",
         "falls back",
         "gradients of earlier micro-batches accumulate as autograd's own",
+    ),
+    Case(
+        "gradients read or changed elsewhere",
+        "not detected",
+        "parameter.grad is None after a fused backward pass, and torch.nn.utils.clip_grad_norm_ then clips nothing: in "
+        "an overridden backward, optimizer_step or configure_gradient_clipping, after fused_step, in a closure, or "
+        "between micro-batches, where only zero_grad() of the optimizer and of the LightningModule is seen",
+    ),
+    Case(
+        "an error in the backward pass that the module catches",
+        "refused",
+        "an error inside the backward pass was caught by the module's own code. Some weights are updated by then and "
+        "others are not, so the run cannot go on. Check the loss before its backward pass instead.",
+    ),
+    Case(
+        "gradients that are NaN or infinite",
+        "refused",
+        "NonFiniteError; what is affected stays as it was. With nonfinite='skip' the run goes on, and counts skips",
     ),
     Case(
         "zero_grad(set_to_none=False)",

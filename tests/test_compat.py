@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 import warnings
@@ -16,7 +17,8 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import QUIET, Module, fit, square_loss, vectors
+from harness import QUIET, Module, assert_equal_runs, fit, square_loss, vectors
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
@@ -60,6 +62,46 @@ class ZeroesInPlace(Module):
 class NeverZeroes(Module):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         pass
+
+
+class SometimesZeroes(Module):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx != 3:
+            optimizer.zero_grad()
+
+
+class ClipsInAnotherHook(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+class OwnClipGradients(Module):
+    def clip_gradients(self, optimizer: Any, **_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class CatchesErrors(Module):
+    """A hook between the two layers raises, when one of them is updated."""
+
+    def backward(self, loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError:
+            self.zero_grad()
+
+
+def raises_between(net: Any, batch: list[Tensor]) -> Tensor:
+    inner = net[0](batch[0])
+
+    def error(_: Tensor) -> None:
+        raise RuntimeError("between")
+
+    inner.register_hook(error)
+    return net[1](inner).square().mean()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(Linear(), Linear())
 
 
 class Manual(Module):
@@ -187,6 +229,14 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "self.clip_gradients called twice in one step": lambda: train(ClipsTwice(Linear, loss=square_loss)),
     "zero_grad(set_to_none=False)": lambda: train(ZeroesInPlace(Linear, loss=square_loss)),
     "optimizer_zero_grad that keeps gradients": lambda: train(NeverZeroes(Linear, loss=square_loss)),
+    "self.clip_gradients in another hook": lambda: train(ClipsInAnotherHook(Linear, loss=square_loss)),
+    "an error in the backward pass that the module catches": lambda: train(
+        CatchesErrors(two_layers, loss=raises_between)
+    ),
+    "gradients that are NaN or infinite": (
+        lambda: train(Module(Linear, loss=lambda net, batch: square_loss(net, batch) * math.inf)),
+        "(?i)nan|infinite|finite",
+    ),
     # Given by its plugin: Lightning turns the flag into bf16-mixed on a CPU.
     "precision 16-mixed": lambda: train(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]),
     "precision 16-true": lambda: train(precision="16-true"),
@@ -248,6 +298,89 @@ def test_refusal(feature: str) -> None:
     provoke, pattern = scenario if isinstance(scenario, tuple) else (scenario, re.escape(REFUSED[feature]))
     with pytest.raises(memopt.MemOptError, match=pattern):
         provoke()
+
+
+def clips_in_closure(module: Any, optimizer: Any, x: Tensor) -> None:
+    def closure() -> None:
+        optimizer.zero_grad()
+        module.manual_backward(module(x).sum())
+        module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+    optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize(
+    ("feature", "module"),
+    [("optimizer_zero_grad that keeps gradients", lambda: SometimesZeroes(Linear, loss=square_loss)),
+     ("configure_gradient_clipping without self.clip_gradients", lambda: OwnClipGradients(Linear, loss=square_loss)),
+     ("clip_gradients after fused_step", lambda: Manual(clips_in_closure))],
+)  # fmt: skip
+def test_other_ways_to_the_same_refusal(feature: str, module: Callable[[], Any]) -> None:
+    """Gradients that are kept in the fourth step only, and clipping that would find none."""
+    with pytest.raises(memopt.UnsupportedError, match=re.escape(REFUSED[feature])):
+        train(module(), max_steps=6)
+
+
+class Counts(Module):
+    """Its hook needs what a run sets up, as many do."""
+
+    def on_train_start(self) -> None:
+        self.zeroed = 0
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.zeroed += 1
+        self.log("zeroed", float(self.zeroed))
+        for param in self.parameters():
+            param.grad = None
+
+
+def test_an_overridden_optimizer_zero_grad_runs_as_often_as_in_a_plain_run() -> None:
+    counts = []
+    for strategy in ("auto", "forge"):
+        train(module := Counts(Linear, loss=square_loss), strategy, accumulate_grad_batches=2, max_steps=3)
+        counts.append(module.zeroed)
+        assert all(param.grad is None for param in module.parameters()) or strategy == "auto"
+    assert counts == [3, 3]
+
+
+def test_zeroing_by_the_module_drops_earlier_micro_batches() -> None:
+    class Zeroes(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx % 4 == 2:
+                self.zero_grad()
+            return super().training_step(batch, batch_idx)
+
+    make = partial(Zeroes, Linear, loss=square_loss)
+    assert_equal_runs(make, data=vectors, max_steps=4, accumulate_grad_batches=4)
+
+
+def hooked() -> Module:
+    module = Module(Linear, loss=square_loss)
+    module.on_after_backward = lambda: None
+    return module
+
+
+class ManualHook(Manual):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def fuses(module: Any, optimizer: Any, x: Tensor) -> None:
+    with memopt.fused_step(optimizer):
+        module.manual_backward(module(x).sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [(hooked, []), (lambda: ManualHook(fuses), []),
+     (Module, [LambdaCallback(on_before_optimizer_step=lambda *_: None)])],
+    ids=["attribute", "manual", "callback"],
+)  # fmt: skip
+def test_hooks_that_find_no_gradients_are_warned_of(module: Any, callbacks: list[Any]) -> None:
+    """However they came to be hooks."""
+    with pytest.warns(UserWarning, match="finds no gradients"):
+        fit(module(), "forge", vectors() if module is not Module else None, max_steps=1, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("feature", REFUSED)

@@ -39,9 +39,13 @@ class FusedLinear(torch.autograd.Function):
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if not torch.is_autocast_enabled(x.device.type):  # entering a context takes as long as the launch
-            return F.linear(x, weight, bias)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight, bias)
+            y = F.linear(x, weight, bias)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                y = F.linear(x, weight, bias)
+        # With a bias, torch folds leading dimensions into one and views the result, and what is a view here could not
+        # be changed in place (by a ReLU, say).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
@@ -84,8 +88,11 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(input, weight, self.bias)
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.is_floating_point():
+    wide = torch.float64 in (input.dtype, weight.dtype)  # which autocast leaves alone
+    if torch.is_autocast_enabled(device) and input.is_floating_point() and not wide:
         input = input.to(torch.get_autocast_dtype(device))
+    elif input.dtype != weight.dtype:
+        return F.linear(input, weight, self.bias)  # raises torch's error
     return _apply(input, weight, self.bias, slot)
 
 

@@ -39,6 +39,7 @@ from lightning_memopt.backward.nonfinite import NonFinite
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.slot_updater import SlotUpdater
+from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
 from lightning_memopt.rules import Rule, rule_for
@@ -88,6 +89,7 @@ class Updater(SlotUpdater):
         self._clip = NO_CLIP
         self._deferred = False
         self._entered = False  # whether the open step had a backward pass, and has not been finished since
+        self._through = True  # whether the engine came to the end of each
         self._broken = False
         self._task: int | None = None
         self._nested: int | None = None
@@ -242,6 +244,8 @@ class Updater(SlotUpdater):
         self.queueing = queue and self._stepping is None
         try:
             yield
+            if not self._through:
+                raise refusal("an error in the backward pass that the module catches", "backward")
             self._end_pass()
         except BaseException as error:
             self.drop_queue()
@@ -254,6 +258,7 @@ class Updater(SlotUpdater):
             raise
         finally:
             self.in_backward = self.queueing = self._checked = False
+            self._through = True
             self._task = self._nested = None
             if handle is not None:
                 handle.remove()
@@ -264,7 +269,7 @@ class Updater(SlotUpdater):
         if self._stepping is None:
             return
         self._follow()
-        self._entered = True
+        self._entered, self._through = True, False
         if not self._deferred:
             self._check_updates()
         small = [slot for slot in self._slots_of(self._stepping) if slot.small]
@@ -274,6 +279,7 @@ class Updater(SlotUpdater):
     @torch.no_grad()
     def _small_ones(self, small: Sequence[Slot], before: Mapping[Slot, tuple[Tensor, int]]) -> None:
         """The engine is through: use the gradients of small parameters, except where they are those of `before`."""
+        self._through = True
         reached = [slot for slot in small if slot.plain and slot.param.grad is not None]
         if self._deferred:
             for slot in reached:

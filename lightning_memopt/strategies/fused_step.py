@@ -8,7 +8,8 @@ from typing import Literal
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_memopt.strategies.mixin import ForgeMixin, make_clip
+from lightning_memopt.strategies.guards import make_clip
+from lightning_memopt.strategies.mixin import ForgeMixin
 
 
 @contextmanager

@@ -13,9 +13,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -27,9 +25,10 @@ from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding, check_kernel
 from lightning_memopt.rules.foreign import FOREIGN
 from lightning_memopt.strategies import checkpointing
+from lightning_memopt.strategies.guards import GradientGuards
 
 
-class ForgeMixin(Strategy):
+class ForgeMixin(GradientGuards):
     """Optimizer updates inside backward, under Lightning's automatic and manual optimization.
 
     Lightning runs forward, ``zero_grad`` and backward of a step's last micro-batch inside `optimizer_step`, and those
@@ -59,9 +58,6 @@ class ForgeMixin(Strategy):
         self.updater = self.updater_class(rounding, kernel, nonfinite, state_dtype, seed)
         self.checkpoint = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
         self._checkpointed: list[tuple[torch.nn.Module, Any]] = []
-        self._fused_optimizers: set[int] = set()
-        self._clips_itself = False
-        self._clip_called = False
         self._queues = True
         self._reported_skips = 0
 
@@ -98,7 +94,6 @@ class ForgeMixin(Strategy):
             raise refusal("precision 16-true", where)
         if type(precision) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
             raise refusal("other precision plugins", f"{type(precision).__name__} under {where}")
-        self._clips_itself = is_overridden("configure_gradient_clipping", module)
         # A module that zeroes or steps in its own way might drop micro-batches, so their gradients stay autograd's.
         self._queues = not any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "optimizer_step"))
         for name, submodule in module.named_modules():
@@ -106,15 +101,7 @@ class ForgeMixin(Strategy):
                 submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
             ):
                 raise refusal("sparse embedding gradients", name)
-        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
-            holders = [module, *trainer.callbacks]  # type: ignore[attr-defined]
-            names = [type(h).__name__ for h in holders if _is_users_own(h, hook)]
-            if names and module.automatic_optimization:
-                rank_zero_warn(
-                    f"{', '.join(names)}: {hook} finds no gradients; they are consumed in the backward pass. "
-                    "To clip them, pass Trainer(gradient_clip_val=...); to log their norms, add the callback "
-                    "lightning_memopt.callbacks.GradNorm as well (gradient_clip_val=float('inf') clips nothing)."
-                )
+        self._warn_of_hooks(trainer, module)
         for optimizer in self.optimizers:
             for option in ("foreach", "fused"):
                 if any(group.get(option) for group in optimizer.param_groups):
@@ -133,77 +120,6 @@ class ForgeMixin(Strategy):
                     f"{type(optimizer).__name__}({option}={value!r}) has no effect: {option}={ours!r} of strategy "
                     f"'{self.strategy_name}' holds. Set it there."
                 )
-
-    def _guard(self) -> None:
-        """Replace what would act on gradients that are not there: clipping and zeroing.
-
-        Lightning clips through the precision plugin, the last thing before the optimizer's own step. In automatic
-        optimization that call now finishes a deferred step; after `fused_step` it comes too late. Zeroing an
-        optimizer's gradients also drops its queued factors.
-        """
-        precision = self.precision_plugin
-        plain = type(precision).clip_gradients
-
-        def clip_gradients(
-            optimizer: Optimizer,
-            clip_val: int | float = 0.0,
-            gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-        ) -> None:
-            module = self.lightning_module
-            assert module is not None
-            if module.automatic_optimization:
-                if self._clips_itself:
-                    if self._clip_called:
-                        raise refusal("self.clip_gradients called twice in one step", type(module).__name__)
-                    self._clip_called = True
-                    self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
-                else:
-                    self.updater.refuse_late_changes()
-            elif id(getattr(optimizer, "optimizer", optimizer)) in self._fused_optimizers and clip_val > 0:
-                raise refusal("clip_gradients after fused_step", type(module).__name__)
-            else:
-                plain(precision, optimizer, clip_val, gradient_clip_algorithm)
-
-        precision.clip_gradients = clip_gradients  # type: ignore[method-assign]
-        for optimizer in self.optimizers:
-            self._guard_zero_grad(optimizer, optimizer)
-        for wrapper in self._lightning_optimizers:
-            self._guard_zero_grad(wrapper, wrapper.optimizer)
-        if is_overridden("optimizer_zero_grad", self.lightning_module):
-            self._probe_zero_grad()
-
-    def _guard_zero_grad(self, holder: Any, optimizer: Optimizer) -> None:
-        def zero_grad(set_to_none: bool = True) -> None:
-            if not set_to_none:
-                raise refusal("zero_grad(set_to_none=False)")
-            self.updater.drop_queue(optimizer)
-            type(optimizer).zero_grad(optimizer, set_to_none)
-
-        holder.zero_grad = zero_grad
-
-    def _probe_zero_grad(self) -> None:
-        """Refuse a module that keeps gradients over steps, which a step that consumes them cannot do.
-
-        A placeholder gradient that takes no memory shows whether the hook clears it, for two batches in a row.
-        """
-        module, optimizer = self.lightning_module, self.optimizers[0]
-        assert module is not None
-        param = next((p for g in optimizer.param_groups for p in g["params"] if p.requires_grad), None)
-        if param is None or not module.automatic_optimization:
-            return
-        for batch_idx in range(2):
-            param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
-            try:
-                module.optimizer_zero_grad(0, batch_idx, optimizer)
-                if param.grad is not None:
-                    raise refusal("optimizer_zero_grad that keeps gradients", type(module).__name__)
-            finally:
-                param.grad = None
-
-    def _unguard(self) -> None:
-        self.precision_plugin.__dict__.pop("clip_gradients", None)
-        for holder in (*self.optimizers, *self._lightning_optimizers):
-            holder.__dict__.pop("zero_grad", None)
 
     def teardown(self) -> None:
         """Report what the device still has to say and leave a plain module behind."""
@@ -238,11 +154,12 @@ class ForgeMixin(Strategy):
 
         module, trainer = self.lightning_module, self._trainer
         assert module is not None
-        clip = make_clip(trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm)
+        clip = self._trainer_clip()
         self._clip_called = False
 
         def fused_closure() -> Any:
             result = closure()
+            self._look_at_mark()  # where no backward pass did
             # Before the optimizer's own step, which must find no gradient: update what waits for the clip
             # coefficient and what this pass did not reach (earlier micro-batches, no loss). An overridden clipping
             # hook comes next and does so itself.
@@ -258,10 +175,17 @@ class ForgeMixin(Strategy):
         self._log_skips()
         return result
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's training step, which is followed by the clearing of gradients."""
+        result = super().training_step(*args, **kwargs)
+        self._mark()
+        return result
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; inside an armed step it updates the weights."""
         module = self.lightning_module
         assert module is not None
+        self._look_at_mark()
         with self.updater.backward(closure_loss, queue=module.automatic_optimization and self._queues):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -269,11 +193,6 @@ class ForgeMixin(Strategy):
         """Drop what was queued for a step that will not come."""
         self.updater.drop_queue()
         super().on_exception(exception)
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     def weights_changed(self) -> None:
         """Weights were written outside of a step: drop copies of them."""
@@ -364,21 +283,6 @@ class ForgeMixin(Strategy):
             names = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise refusal(FOREIGN, f"{names}, {error}") from error
         self.updater.mend()
-
-
-def _is_users_own(holder: object, hook: str) -> bool:
-    """Whether the method comes from outside Lightning and this package."""
-    module = getattr(type(holder), hook).__module__
-    return module.partition(".")[0] not in ("lightning", "lightning_memopt")
-
-
-def make_clip(clip_val: float, algorithm: str | None) -> Clip:
-    """Lightning's two arguments as one; a value of 0 clips nothing, and no algorithm means the norm."""
-    if clip_val <= 0:
-        return Clip()
-    if algorithm == GradClipAlgorithmType.VALUE:
-        return Clip(value=float(clip_val))
-    return Clip(norm=float(clip_val))
 
 
 def averaging_callbacks(trainer: pl.Trainer) -> list[str]:

@@ -53,6 +53,62 @@ def equal(
     assert checks[1].checks
 
 
+def in_place(change: Callable[[Tensor], Any], shape: tuple[int, ...], net: Any, batch: list[Tensor]) -> Tensor:
+    hidden = net.a(batch[0].view(*shape, 8))
+    change(hidden)
+    return net.b(hidden).square().mean()
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [torch.relu_, lambda h: h.add_(1), lambda h: h[..., 0].zero_(), lambda h: h.masked_fill_(h > 0.1, 0.5)],
+    ids=["relu_", "add_", "slice", "masked_fill_"],
+)
+def test_a_layer_s_output_may_be_changed_in_place(change: Any, shape: tuple[int, ...], bias: bool) -> None:
+    """As by ``nn.ReLU(inplace=True)``; torch's own output of such a layer is a view in some of these shapes."""
+
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.a = nn.Linear(8, 8, bias=bias)
+        return stack
+
+    equal(partial(in_place, change, shape), net)
+
+
+def test_a_vector_s_output_may_be_changed_in_place() -> None:
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        return net.b(torch.relu_(net.a(batch[0][0]))).square().mean()
+
+    equal(loss)
+
+
+def test_a_float64_layer_under_autocast_stays_one() -> None:
+    """Autocast leaves float64 alone."""
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        y = net.b(batch[0].double())
+        assert y.dtype == torch.float64
+        return y.square().mean()
+
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.b.double()
+        return stack
+
+    equal(loss, net, precision="bf16-mixed")
+
+
+def test_operands_that_torch_refuses_are_refused() -> None:
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        return net(batch[0].bfloat16()).float().square().mean()
+
+    for strategy in ("auto", "forge"):
+        with pytest.raises(RuntimeError, match="dtype"):
+            fit(Module(Stack, loss=loss), strategy, vectors(), max_steps=1)
+
+
 def penalty(net: Any, batch: list[Tensor]) -> Tensor:
     """Gradient penalty on the inputs, differentiated twice."""
     x = batch[0].clone().requires_grad_()
