@@ -243,6 +243,11 @@ CASES = (
         "Freeze it instead: parameter.requires_grad_(False).",
         strategies=_SHARDED,
     ),
+    Case(
+        "configure_optimizers that returns None",
+        "refused",
+        "without an optimizer there is nothing to fuse. Use strategy='auto'.",
+    ),
     Case("optimizer without a rule", "refused", "the message lists the optimizers that have one", "unknown"),
     Case(
         "subclass of an optimizer with a rule",

@@ -80,6 +80,11 @@ class OwnClipGradients(Module):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class Untrained(Module):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
 class CatchesErrors(Module):
     """A hook between the two layers raises, when one of them is updated."""
 
@@ -253,6 +258,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
         optimizer(partial(torch.optim.SGD, momentum=0.9, dampening=0.5)),
         r"^SGD\(dampening != 0\) cannot be fused; set dampening=0",
     ),
+    "configure_optimizers that returns None": lambda: train(Untrained(Linear, loss=square_loss)),
     "optimizer without a rule": (
         optimizer(torch.optim.Adamax),
         r"torch\.optim\.adamax\.Adamax has no fused update rule\. Use one of .*AdamW.*SGD",

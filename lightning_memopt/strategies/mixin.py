@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.core.optimizer import _MockOptimizer, do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -96,6 +96,8 @@ class ForgeMixin(GradientGuards):
             raise refusal("other precision plugins", f"{type(precision).__name__} under {where}")
         # A module that zeroes or steps in its own way might drop micro-batches, so their gradients stay autograd's.
         self._queues = not any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "optimizer_step"))
+        if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
+            raise refusal("configure_optimizers that returns None", type(module).__name__)
         for name, submodule in module.named_modules():
             if getattr(submodule, "sparse", False) and isinstance(
                 submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)
