@@ -64,8 +64,15 @@ CASES = (
     Case(
         "value used outside autograd's sight",
         "not detected",
-        "`weight.data`, or in a checkpointed segment `parameter.detach()` of other than nn.Linear weights, may be read "
-        "after the update; take a clone in the forward pass, outside checkpointed segments",
+        "`weight.data`, or in a checkpointed segment (or under saved_tensors_hooks) `parameter.detach()` and values "
+        "under no_grad, may be read after the update; take a clone in the forward pass, outside checkpointed segments",
+    ),
+    Case(
+        "layers changed or copied behind Lightning's back",
+        "not detected",
+        "a layer's forward or class set after set-up, a shallow copy of a layer with another weight (copy.copy, clones "
+        "of its __dict__; copy.deepcopy and torch.func.functional_call are exact), F.linear replaced or under a torch "
+        "function mode, hooks on a weight's AccumulateGrad node",
     ),
     Case(
         "a checkpoint of another optimizer",
@@ -82,6 +89,12 @@ CASES = (
     ),
     Case("layer applied to a parameter", "exact", "its input is copied, as it may be updated first"),
     Case("a parameter in two optimizers", "refused", "the message names the parameter"),
+    Case(
+        "a parameter twice in one optimizer",
+        "refused",
+        "an optimizer lists it twice (as tied layers' parameters() do, added up), and torch would step it twice. Pass "
+        "module.parameters(), which names each once.",
+    ),
     Case("two parameters in one memory (b.data = a.data)", "refused", "the message names both"),
     Case(
         "a layer's output gradient changed in place after its use (g.mul_ in a hook)",

@@ -80,6 +80,11 @@ class OwnClipGradients(Module):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+def listed_twice(params: Any) -> Any:
+    params = list(params)
+    return torch.optim.AdamW([*params, params[0]])
+
+
 class Untrained(Module):
     def configure_optimizers(self) -> Any:
         return None
@@ -292,6 +297,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
         lambda: train(Module(lambda: nn.Sequential(Linear(), Linear()), loss=halves_in_place), gradient_clip_val=1.0),
         r"the gradient of the output of net\.1\.weight's layer was changed in place",
     ),
+    "a parameter twice in one optimizer": optimizer(listed_twice),
     "a parameter in two optimizers": (two_owners, r"net\.weight belongs to two optimizers"),
 }
 REFUSED = {case.feature: case.message for case in CASES if case.verdict == "refused"}

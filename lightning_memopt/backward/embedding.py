@@ -26,11 +26,14 @@ class FusedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, slot: Slot) -> Tensor:  # noqa: D102
         ctx.slot, ctx.rows, ctx.padding_idx = slot, len(weight), padding_idx
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         return F.embedding(indices, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        if dy is None:  # as in `linear.FusedLinear`
+            return None, None, None, None
         (indices,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0] or ctx.slot.take_lookup(dy, indices, ctx.padding_idx):
             return None, None, None, None
@@ -46,17 +49,25 @@ def fusable(module: nn.Embedding) -> bool:
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
+def _plain(self: nn.Embedding, input: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(
+        input, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+    )
+
+
 # The name under which a bound method pickles: an unpickled layer finds its class's own forward.
 def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     """``nn.Embedding.forward`` that hands over its look-ups where an updater waits for them."""
     weight = self.weight  # once: a parametrized weight is computed at each access
     slot: Slot | None = getattr(weight, SLOT, None)
     if slot is None:
-        return nn.Embedding.forward(self, input)
+        return _plain(self, input, weight)
     slot.count_use(input)
     if transformed() or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
-        return nn.Embedding.forward(self, input)
-    return _apply(weight, input, -1 if self.padding_idx is None else self.padding_idx, slot)
+        return _plain(self, input, weight)
+    # From the end, if it was assigned so, as in torch.
+    padding = -1 if self.padding_idx is None else self.padding_idx % len(weight)
+    return _apply(weight, input, padding, slot)
 
 
 def install(root: nn.Module) -> list[nn.Module]:

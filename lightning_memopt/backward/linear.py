@@ -31,7 +31,10 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:  # noqa: D102
         ctx.slot, ctx.bias_dtype = slot, bias.dtype if bias is not None else None
-        ctx.save_for_backward(x, weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.set_materialize_grads(False)
+        # As torch: what backward does not need may be changed in place meanwhile.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         # Cast by hand: autocast would cache a copy of the weight made without a graph and hand it to later,
         # differentiable uses. The copy is made again in backward rather than kept.
         if weight.dtype != x.dtype:
@@ -48,7 +51,9 @@ class FusedLinear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        if dy is None:  # no path of the graph reaches here; a gradient of zeros would decay the weight
+            return None, None, None, None
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
@@ -63,7 +68,7 @@ class FusedLinear(torch.autograd.Function):
             if (not needs_x and ctx.slot.updater.queueing) or ctx.slot.updater.will_write(x_rows):
                 x_rows = x_rows.clone()
             if not ctx.slot.take(dy_rows, x_rows):
-                dw = dy_rows.t().matmul(x_rows).to(weight.dtype)
+                dw = dy_rows.t().matmul(x_rows).to(ctx.weight_dtype)
         return dx, dw, db, None
 
 
@@ -86,6 +91,8 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
         return F.linear(input, weight, self.bias)
     slot.count_use(input)
     if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
+        return F.linear(input, weight, self.bias)
+    if input.is_nested or input.layout != torch.strided:  # whose factors are no matrices
         return F.linear(input, weight, self.bias)
     device = input.device.type
     wide = torch.float64 in (input.dtype, weight.dtype)  # which autocast leaves alone

@@ -301,11 +301,10 @@ class Updater(SlotUpdater):
             return False
         if not slot.leaf.requires_grad or not engine.will_run(slot.node):
             return False
-        if self.queueing or self._deferred:
-            nested = engine.current_pass()
-            if nested not in (self._task, self._nested):  # the next segment's pass may add to this one's gradients
-                self._nested = nested
-                engine.at_the_end(self._keep_apart)
+        nested = engine.current_pass()
+        if nested not in (self._task, self._nested):  # the next segment's pass may add to this one's gradients
+            self._nested = nested
+            engine.at_the_end(self._keep_apart)
         return True
 
     def _owns(self, slot: Slot) -> bool:

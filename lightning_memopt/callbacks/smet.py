@@ -16,7 +16,7 @@ from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.sparsity.density import densities, sparse_layers
+from lightning_memopt.sparsity.density import densities, own_weight, sparse_layers
 from lightning_memopt.sparsity.layer import Settings, SparseLayer
 from lightning_memopt.sparsity.schedule import TopologySchedule
 from lightning_memopt.sparsity.untouched import Untouched, check_count
@@ -204,7 +204,7 @@ class SMET(pl.Callback):
         layer_name, density = self._targets.get(id(slot.param), ("", 0.0))
         if not density:
             return None
-        if any(m.weight is slot.param for m in module.modules() if isinstance(m, torch.nn.Embedding)):
+        if any(own_weight(m) is slot.param for m in module.modules() if isinstance(m, torch.nn.Embedding)):
             raise refusal("SMET on a weight that is shared with an embedding", layer_name)
         layer = SparseLayer(slot, density, self.settings)
         layer.start(self._kept.get(slot.name))

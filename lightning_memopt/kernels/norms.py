@@ -141,4 +141,4 @@ def squared_norm_lookup(dy: Tensor, indices: Tensor, padding_idx: int, dtype: to
     for start in range(0, len(dy), LOOKUP_ROWS):
         rows = slice(start, start + LOOKUP_ROWS)
         total += ((dy[rows] @ dy.t()) * (indices[rows, None] == indices)).sum()
-    return total
+    return total.clamp_(min=0)  # where tokens cancel, rounding may leave it below

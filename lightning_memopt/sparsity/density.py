@@ -20,6 +20,11 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in name
 
 
+def own_weight(layer: nn.Module) -> nn.Parameter | None:
+    """The layer's weight; None if it is parametrized, when asking for it computes it and may draw random numbers."""
+    return layer._parameters.get("weight")
+
+
 def sparse_layers(
     root: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
 ) -> dict[str, nn.Linear]:
@@ -34,7 +39,7 @@ def sparse_layers(
     linear = {
         name: module
         for name, module in root.named_modules()
-        if isinstance(module, nn.Linear) and module.weight.requires_grad
+        if isinstance(module, nn.Linear) and (weight := own_weight(module)) is not None and weight.requires_grad
     }
     if include is None:
         heads = _heads(root) or list(linear.values())[-1:]
@@ -60,7 +65,7 @@ def _heads(root: nn.Module) -> list[nn.Module]:
 
 def _shared(root: nn.Module) -> set[int]:
     """Ids of embedding matrices, which a tied head shares."""
-    return {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return {id(own_weight(m)) for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
 
 
 def densities(

@@ -23,8 +23,10 @@ def outline(root: nn.Module, trained: Iterable[nn.Parameter], fused: Iterable[nn
     sizes = {param: param.numel() for param in trained}
     total = sum(sizes.values())
     layers = list(fused)
-    linear = {m.weight for m in layers if isinstance(m, nn.Linear) and "weight" in m._parameters}
-    tables = {m.weight for m in layers if isinstance(m, nn.Embedding) and embedding.fusable(m)}
+    # Asking a parametrized layer for its weight computes it, which may draw random numbers.
+    plain = [m for m in layers if "weight" in m._parameters]
+    linear = {m.weight for m in plain if isinstance(m, nn.Linear)}
+    tables = {m.weight for m in plain if isinstance(m, nn.Embedding) and embedding.fusable(m)}
     stored = {param: size for param, size in sizes.items() if (param in linear) == (param in tables)}
     part = sum(stored.values()) / max(total, 1)
     said = f"Of {total:,} weights, {1 - part:.1%} are updated inside the backward pass without a stored gradient."

@@ -109,6 +109,111 @@ def test_operands_that_torch_refuses_are_refused() -> None:
             fit(Module(Stack, loss=loss), strategy, vectors(), max_steps=1)
 
 
+class OnlySecond(torch.autograd.Function):
+    """Its first input gets no gradient, which is not one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return second.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, dy
+
+
+def detaches_one(first: Tensor, second: Tensor) -> Tensor:
+    return first.detach() + second
+
+
+@pytest.mark.parametrize(
+    "last",
+    [OnlySecond.apply, partial(checkpoint, detaches_one, use_reentrant=True)],
+    ids=["function", "segment"],
+)
+@pytest.mark.parametrize("table", [False, True])
+def test_what_no_gradient_reaches_is_not_updated(last: Any, table: bool) -> None:
+    """Not even decayed, as torch's optimizers skip what has no gradient."""
+
+    def net() -> nn.Module:
+        stack = Stack()
+        if table:
+            stack.a = nn.Embedding(4, 8)
+        return stack
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        first = net.a(torch.arange(4)) if table else net.a(batch[0])
+        return last(first, net.b(batch[0])).square().mean()
+
+    equal(loss, net, optimizer="adamw")
+
+
+def test_a_first_layer_s_weight_may_change_before_the_backward_pass() -> None:
+    """Nothing needs it there."""
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        hidden = net.a(batch[0])
+        with torch.no_grad():
+            net.a.weight.clamp_(-0.3, 0.3)
+        return net.b(hidden).square().mean()
+
+    equal(loss)
+
+
+def test_reentrant_segments_may_use_a_parameter_in_a_view_beside_a_layer() -> None:
+    class Beside(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.zeros(4, 8))
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda z: torch.tanh(net.a(z) + net.position.view(4, 8)), x, use_reentrant=True)
+        return net.b(x).square().mean()
+
+    equal(loss, Beside)
+
+
+def test_a_padding_row_may_be_counted_from_the_end() -> None:
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.a = nn.Embedding(4, 8)
+        stack.a.padding_idx = -1
+        return stack
+
+    equal(lambda net, batch: net.b(net.a(torch.arange(4)) + batch[0]).square().mean(), net)
+
+
+def test_ragged_inputs_fall_back() -> None:
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        rows = torch.nested.nested_tensor([batch[0][:1], batch[0][1:]], layout=torch.jagged)
+        return net.b(torch.tanh(net.a(rows))).values().square().mean()
+
+    equal(loss)
+
+
+class Noise(nn.Module):
+    """Draws from the generator wherever the weight is asked for."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_set_up_does_not_compute_parametrized_weights(kind: Any) -> None:
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.a = kind(8, 8)
+        nn.utils.parametrize.register_parametrization(stack.a, "weight", Noise())
+        return stack
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        hidden = net.a(batch[0]) if kind is nn.Linear else net.a(torch.arange(4)) + batch[0]
+        return net.b(hidden).square().mean()
+
+    equal(loss, net)
+
+
 def penalty(net: Any, batch: list[Tensor]) -> Tensor:
     """Gradient penalty on the inputs, differentiated twice."""
     x = batch[0].clone().requires_grad_()

@@ -684,6 +684,25 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
         train(smet(**options), steps=1)
 
 
+def test_parametrized_layers_stay_dense() -> None:
+    """Their weight is computed from another; asking for it at set-up would draw random numbers or iterate."""
+    asked = []
+
+    class Counted(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            asked.append(1)
+            return weight
+
+    def net() -> nn.Module:
+        layers = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 64), head=nn.Linear(64, 8)))
+        nn.utils.parametrize.register_parametrization(layers.up, "weight", Counted())
+        asked.clear()
+        return layers
+
+    train(callback := smet(), Module(net, loss=square_loss), steps=3, data=vectors(64))
+    assert set(callback.masks) == {"net.down.weight"} and len(asked) == 3
+
+
 def shared_pair() -> nn.Module:
     up, down = nn.Linear(64, 64), nn.Linear(64, 64)
     down.weight = up.weight
