@@ -131,6 +131,12 @@ CASES = (
         "the first call of self.clip_gradients has used the gradients, a second one would clip nothing. Call it once.",
     ),
     Case(
+        "gradient_clip_val changed in a step",
+        "refused",
+        "the Trainer's gradient_clip_val or gradient_clip_algorithm was changed after the step began, with the one "
+        "before. Change it between steps, in on_train_batch_start for example.",
+    ),
+    Case(
         "self.clip_gradients in another hook",
         "refused",
         "self.clip_gradients was called outside of configure_gradient_clipping, where gradients are consumed already. "
@@ -181,7 +187,7 @@ CASES = (
         "optimizer_zero_grad that keeps gradients",
         "refused",
         "the overridden optimizer_zero_grad leaves gradients in place, but each step consumes them, so they cannot add "
-        "up over steps. Clear them in the hook, and accumulate with accumulate_grad_batches.",
+        "up over steps. Set them to None in the hook, and accumulate with accumulate_grad_batches.",
     ),
     Case(
         "precision 32-true, bf16-true, bf16-mixed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import re
 import tempfile
@@ -85,6 +87,17 @@ def listed_twice(params: Any) -> Any:
     return torch.optim.AdamW([*params, params[0]])
 
 
+class ChangesClip(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.trainer.gradient_clip_val = 0.5
+
+
+def catches(module: Any, optimizer: Any, x: Tensor) -> None:
+    with memopt.fused_step(optimizer, gradient_clip_val=1.0), contextlib.suppress(RuntimeError):
+        module.manual_backward(raises_between(module.net, [x]))
+    optimizer.step()
+
+
 class Untrained(Module):
     def configure_optimizers(self) -> Any:
         return None
@@ -117,8 +130,8 @@ def two_layers() -> nn.Module:
 class Manual(Module):
     """Manual optimization; `hand` is the training step."""
 
-    def __init__(self, hand: Callable[[Any, Any, Tensor], None]) -> None:
-        super().__init__(Linear)
+    def __init__(self, hand: Callable[[Any, Any, Tensor], None], net: Callable[[], nn.Module] = Linear) -> None:
+        super().__init__(net)
         self.automatic_optimization, self.hand = False, hand
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -239,6 +252,7 @@ SCENARIOS: dict[str, Callable[[], None] | tuple[Callable[[], None], str]] = {
     "self.clip_gradients called twice in one step": lambda: train(ClipsTwice(Linear, loss=square_loss)),
     "zero_grad(set_to_none=False)": lambda: train(ZeroesInPlace(Linear, loss=square_loss)),
     "optimizer_zero_grad that keeps gradients": lambda: train(NeverZeroes(Linear, loss=square_loss)),
+    "gradient_clip_val changed in a step": lambda: train(ChangesClip(Linear, loss=square_loss), gradient_clip_val=1.0),
     "self.clip_gradients in another hook": lambda: train(ClipsInAnotherHook(Linear, loss=square_loss)),
     "an error in the backward pass that the module catches": lambda: train(
         CatchesErrors(two_layers, loss=raises_between)
@@ -325,12 +339,20 @@ def clips_in_closure(module: Any, optimizer: Any, x: Tensor) -> None:
     ("feature", "module"),
     [("optimizer_zero_grad that keeps gradients", lambda: SometimesZeroes(Linear, loss=square_loss)),
      ("configure_gradient_clipping without self.clip_gradients", lambda: OwnClipGradients(Linear, loss=square_loss)),
-     ("clip_gradients after fused_step", lambda: Manual(clips_in_closure))],
+     ("clip_gradients after fused_step", lambda: Manual(clips_in_closure)),
+     ("an error in the backward pass that the module catches", lambda: Manual(catches, two_layers)),
+     ("a parameter twice in one optimizer", lambda: ListsLater(Linear, loss=square_loss))],
 )  # fmt: skip
 def test_other_ways_to_the_same_refusal(feature: str, module: Callable[[], Any]) -> None:
     """Gradients that are kept in the fourth step only, and clipping that would find none."""
     with pytest.raises(memopt.UnsupportedError, match=re.escape(REFUSED[feature])):
         train(module(), max_steps=6)
+
+
+class ListsLater(Module):
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_step == 2:
+            self.trainer.optimizers[0].param_groups[0]["params"].append(self.net.weight)
 
 
 class Counts(Module):
@@ -353,6 +375,35 @@ def test_an_overridden_optimizer_zero_grad_runs_as_often_as_in_a_plain_run() -> 
         counts.append(module.zeroed)
         assert all(param.grad is None for param in module.parameters()) or strategy == "auto"
     assert counts == [3, 3]
+
+
+def test_a_hook_that_fails_leaves_no_gradient_behind() -> None:
+    """Nor anything that the next run of the same Trainer would be blamed for."""
+
+    class Fails(Module):
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            raise ValueError("mine")
+
+    trainer = pl.Trainer(strategy="forge", max_steps=2, **QUIET)
+    module = Fails(Linear, loss=square_loss)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(module, vectors())
+    assert all(param.grad is None for param in module.parameters())
+    assert not {"zero_grad", "optimizer_zero_grad"} & set(vars(module))
+    trainer.fit(Module(Linear, loss=square_loss), vectors())
+
+
+def test_a_module_may_zero_in_a_way_of_its_own() -> None:
+    class Zeroes(Module):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            super().zero_grad()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.zero_grad()
+            copy.deepcopy(self.net).zero_grad(set_to_none=False)
+            return super().training_step(batch, batch_idx)
+
+    assert_equal_runs(partial(Zeroes, Linear, loss=square_loss), data=vectors, max_steps=4)
 
 
 def test_zeroing_by_the_module_drops_earlier_micro_batches() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.backward import linear
 from lightning_memopt.backward.engine import applier, transformed
-from lightning_memopt.backward.linear import SLOT
+from lightning_memopt.backward.linear import SLOT, is_dense
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
@@ -63,7 +63,9 @@ def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if slot is None:
         return _plain(self, input, weight)
     slot.count_use(input)
-    if transformed() or not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
+    if not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
+        return _plain(self, input, weight)
+    if transformed() or not is_dense(input):
         return _plain(self, input, weight)
     # From the end, if it was assigned so, as in torch.
     padding = -1 if self.padding_idx is None else self.padding_idx % len(weight)

@@ -194,7 +194,6 @@ class SlotKeeper:
 
     def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         tile = rule.tile(group)
-        known = len(self.slots)
         for param in group["params"]:
             slot = self.slots.get(param)
             if slot is None:
@@ -210,9 +209,10 @@ class SlotKeeper:
                 # What was loaded may lack entries or have other dtypes; a schedule may have switched a moment on.
                 if slot.tile != tile or (loaded and slot.sparse is None):
                     self.fill_state(slot)
-        if len(self.slots) > known and len(set(group["params"])) < len(group["params"]):
-            twice = next(param for i, param in enumerate(group["params"]) if param in set(group["params"][:i]))
-            raise refusal("a parameter twice in one optimizer", self._names.get(twice, "a parameter"))
+        listed = [param for param in group["params"] if param in self.slots]
+        if len(set(listed)) < len(listed):
+            twice = next(param for i, param in enumerate(listed) if param in set(listed[:i]))
+            raise refusal("a parameter twice in one optimizer", self.slots[twice].name)
 
     def _add(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any], rule: Rule) -> None:
         name = self._names.get(param, f"parameter of shape {tuple(param.shape)} (not in the module)")

@@ -75,6 +75,16 @@ class FusedLinear(torch.autograd.Function):
 _apply = applier(FusedLinear)
 
 
+def own_weight(layer: nn.Module) -> nn.Parameter | None:
+    """The layer's weight; None if it is parametrized, when asking for it computes it and may draw random numbers."""
+    return layer._parameters.get("weight")
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether what a layer is given can be one factor, a matrix: it is neither nested nor sparse."""
+    return not x.is_nested and x.layout == torch.strided
+
+
 def _rows(x: Tensor) -> Tensor:
     """All leading dimensions as one, also where a dimension is empty."""
     if x.dim() == 2:
@@ -92,7 +102,7 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     slot.count_use(input)
     if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(input, weight, self.bias)
-    if input.is_nested or input.layout != torch.strided:  # whose factors are no matrices
+    if not is_dense(input):
         return F.linear(input, weight, self.bias)
     device = input.device.type
     wide = torch.float64 in (input.dtype, weight.dtype)  # which autocast leaves alone

@@ -89,7 +89,7 @@ class Updater(SlotUpdater):
         self._clip = NO_CLIP
         self._deferred = False
         self._entered = False  # whether the open step had a backward pass, and has not been finished since
-        self._through = True  # whether the engine came to the end of each
+        self._through = True  # whether the engine came to the end of the step's last one
         self._broken = False
         self._task: int | None = None
         self._nested: int | None = None
@@ -129,11 +129,12 @@ class Updater(SlotUpdater):
         self._ready_for(optimizer)
         self._stepping, self._step = optimizer, step
         self._deferred = deferred or clip.norm is not None
-        self._entered = False
+        self._entered, self._through = False, True
         self._set_clip(clip)
         complete = False
         try:
             yield
+            self._refuse_broken_pass()
             self._finish()  # what is changed from here on holds for the next step, so it is not watched
             complete = True
         finally:
@@ -154,6 +155,10 @@ class Updater(SlotUpdater):
         rule_for(optimizer).settle_all(self.filled_states(optimizer))
         self._note_storages()
         self._read = self._facts(optimizer)
+
+    def _refuse_broken_pass(self) -> None:
+        if not self._through:
+            raise refusal("an error in the backward pass that the module catches", "backward")
 
     def _follow(self) -> None:
         """Read groups and states again if they were changed since: by `training_step`, or a hook before the update.
@@ -201,6 +206,11 @@ class Updater(SlotUpdater):
         return [seen, *map(id, counts), *map(len, optimizer.state.values())]
 
     @property
+    def clip(self) -> Clip:
+        """How the gradients of the open step, or of the last one, are clipped."""
+        return self._clip
+
+    @property
     def stepping(self) -> bool:
         """Whether a step is open."""
         return self._stepping is not None
@@ -244,8 +254,7 @@ class Updater(SlotUpdater):
         self.queueing = queue and self._stepping is None
         try:
             yield
-            if not self._through:
-                raise refusal("an error in the backward pass that the module catches", "backward")
+            self._refuse_broken_pass()
             self._end_pass()
         except BaseException as error:
             self.drop_queue()
@@ -258,7 +267,6 @@ class Updater(SlotUpdater):
             raise
         finally:
             self.in_backward = self.queueing = self._checked = False
-            self._through = True
             self._task = self._nested = None
             if handle is not None:
                 handle.remove()

@@ -12,11 +12,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_memopt.backward.linear import own_weight
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.backward.updater import Updater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.sparsity.density import densities, own_weight, sparse_layers
+from lightning_memopt.sparsity.density import densities, sparse_layers
 from lightning_memopt.sparsity.layer import Settings, SparseLayer
 from lightning_memopt.sparsity.schedule import TopologySchedule
 from lightning_memopt.sparsity.untouched import Untouched, check_count

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_memopt.backward.linear import own_weight
 from lightning_memopt.errors import UnsupportedError
 
 Distribution = Literal["uniform", "erk"]
@@ -18,11 +19,6 @@ def matches(pattern: str, name: str) -> bool:
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
     return pattern in name
-
-
-def own_weight(layer: nn.Module) -> nn.Parameter | None:
-    """The layer's weight; None if it is parametrized, when asking for it computes it and may draw random numbers."""
-    return layer._parameters.get("weight")
 
 
 def sparse_layers(
@@ -36,13 +32,10 @@ def sparse_layers(
             Face model says it is, otherwise the last linear layer in the order of definition.
         exclude: Patterns of module names to leave dense.
     """
-    linear = {
-        name: module
-        for name, module in root.named_modules()
-        if isinstance(module, nn.Linear) and (weight := own_weight(module)) is not None and weight.requires_grad
-    }
+    trained = {name: m for name, m in root.named_modules() if isinstance(m, nn.Linear) and _is_trained(m)}
+    linear = {name: m for name, m in trained.items() if own_weight(m) is not None}
     if include is None:
-        heads = _heads(root) or list(linear.values())[-1:]
+        heads = _heads(root) or list(trained.values())[-1:]
         shared = _shared(root)
         chosen = {
             name: m for name, m in linear.items() if not any(m is h for h in heads) and id(m.weight) not in shared
@@ -50,6 +43,11 @@ def sparse_layers(
     else:
         chosen = {name: m for name, m in linear.items() if any(matches(p, name) for p in include)}
     return {name: m for name, m in chosen.items() if not any(matches(p, name) for p in exclude)}
+
+
+def _is_trained(layer: nn.Linear) -> bool:
+    weight = own_weight(layer)
+    return weight.requires_grad if weight is not None else any(p.requires_grad for p in layer.parameters())
 
 
 def _heads(root: nn.Module) -> list[nn.Module]:

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import Clip, Updater
@@ -25,11 +24,10 @@ class GradientGuards(Strategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Whether the module clips in its own way, and has in this step; whether it zeroes so.
-        self._clips_itself = self._clip_called = self._zeroes_itself = False
+        # Whether the module clips in its own way, and has in this step.
+        self._clips_itself = self._clip_called = False
         # Optimizers with a fused step that is not closed yet.
         self._fused_optimizers: set[int] = set()
-        self._marked: tuple[Tensor, Tensor] | None = None
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -62,7 +60,6 @@ class GradientGuards(Strategy):
         precision, module = self.precision_plugin, self.lightning_module
         assert module is not None
         self._clips_itself = any(is_overridden(h, module) for h in ("configure_gradient_clipping", "clip_gradients"))
-        self._zeroes_itself = is_overridden("optimizer_zero_grad", module)
         plain = type(precision).clip_gradients
 
         def clip_gradients(
@@ -76,8 +73,12 @@ class GradientGuards(Strategy):
                         raise refusal("self.clip_gradients called twice in one step", type(module).__name__)
                     self._clip_called = True
                     self.updater.finish(make_clip(clip_val, gradient_clip_algorithm))
-                elif make_clip(clip_val, gradient_clip_algorithm) != self._trainer_clip():
-                    raise refusal("self.clip_gradients in another hook", type(module).__name__)
+                elif (clip := make_clip(clip_val, gradient_clip_algorithm)) != self.updater.clip:
+                    changed = clip == self._trainer_clip()
+                    feature = (
+                        "gradient_clip_val changed in a step" if changed else "self.clip_gradients in another hook"
+                    )
+                    raise refusal(feature, type(module).__name__)
                 else:
                     self.updater.refuse_late_changes()
             elif clip_val > 0 and (
@@ -92,6 +93,8 @@ class GradientGuards(Strategy):
             self._guard_zero_grad(optimizer, optimizer)
         for wrapper in self._lightning_optimizers:
             self._guard_zero_grad(wrapper, wrapper.optimizer)
+        if is_overridden("optimizer_zero_grad", module):
+            module.optimizer_zero_grad = MethodType(optimizer_zero_grad, module)  # type: ignore[method-assign]
         module.zero_grad = MethodType(zero_grad, module)  # type: ignore[method-assign]
 
     def _guard_zero_grad(self, holder: Any, optimizer: Optimizer) -> None:
@@ -103,50 +106,43 @@ class GradientGuards(Strategy):
 
         holder.zero_grad = zero_grad
 
-    def _mark(self) -> None:
-        """Before Lightning lets the module clear gradients, give one parameter a gradient of zeros.
-
-        It shows whether an overridden `optimizer_zero_grad` keeps gradients over steps, which a step that consumes
-        them cannot do.
-        """
-        module, trainer = self.lightning_module, self._trainer
-        assert module is not None
-        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if self._zeroes_itself and module.automatic_optimization and first:
-            params = [p for g in self.optimizers[0].param_groups for p in g["params"] if p.requires_grad]
-            param = min(params, key=torch.Tensor.numel, default=None)
-            if param is not None and param.grad is None:
-                param.grad = torch.zeros_like(param)
-                self._marked = param, param.grad
-
-    def _look_at_mark(self) -> None:
-        """Take it away, if it is still there.
-
-        Raises:
-            UnsupportedError: It is.
-        """
-        if self._marked is None:
-            return
-        (param, mark), self._marked = self._marked, None
-        if param.grad is mark:
-            param.grad = None
-            raise refusal("optimizer_zero_grad that keeps gradients", type(self.lightning_module).__name__)
-
     def _unguard(self) -> None:
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         for holder in (*self.optimizers, *self._lightning_optimizers, self.lightning_module):
             holder.__dict__.pop("zero_grad", None)
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
 
 
-# The name under which a bound method pickles: an unpickled module finds its class's own.
-def zero_grad(self: pl.LightningModule, set_to_none: bool = True) -> None:
+# The names under which bound methods pickle: an unpickled module finds its class's own.
+def zero_grad(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
     """``LightningModule.zero_grad`` that also drops queued factors."""
-    if not set_to_none:
-        raise refusal("zero_grad(set_to_none=False)")
     strategy = getattr(self._trainer, "strategy", None)
-    if isinstance(strategy, GradientGuards) and strategy.lightning_module is self:
+    if isinstance(strategy, GradientGuards) and strategy.lightning_module is self:  # not a copy of it
+        if not kwargs.get("set_to_none", args[0] if args else True):
+            raise refusal("zero_grad(set_to_none=False)")
         strategy.updater.drop_queue()
-    type(self).zero_grad(self, set_to_none)
+    type(self).zero_grad(self, *args, **kwargs)
+
+
+def optimizer_zero_grad(self: pl.LightningModule, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+    """The module's own, which must not keep gradients over steps: a step that consumes them could not.
+
+    A gradient of zeros shows whether it does.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    param = min(params, key=torch.Tensor.numel, default=None)
+    mark = torch.zeros_like(param) if param is not None and param.grad is None else None
+    if param is None or mark is None:
+        return type(self).optimizer_zero_grad(self, epoch, batch_idx, optimizer)
+    param.grad = mark
+    try:
+        type(self).optimizer_zero_grad(self, epoch, batch_idx, optimizer)
+        if param.grad is mark:
+            raise refusal("optimizer_zero_grad that keeps gradients", type(self).__name__)
+    finally:
+        if param.grad is mark:
+            param.grad = None
 
 
 def _is_users_own(holder: object, hook: str) -> bool:

@@ -161,7 +161,6 @@ class ForgeMixin(GradientGuards):
 
         def fused_closure() -> Any:
             result = closure()
-            self._look_at_mark()  # where no backward pass did
             # Before the optimizer's own step, which must find no gradient: update what waits for the clip
             # coefficient and what this pass did not reach (earlier micro-batches, no loss). An overridden clipping
             # hook comes next and does so itself.
@@ -177,17 +176,10 @@ class ForgeMixin(GradientGuards):
         self._log_skips()
         return result
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's training step, which is followed by the clearing of gradients."""
-        result = super().training_step(*args, **kwargs)
-        self._mark()
-        return result
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; inside an armed step it updates the weights."""
         module = self.lightning_module
         assert module is not None
-        self._look_at_mark()
         with self.updater.backward(closure_loss, queue=module.automatic_optimization and self._queues):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

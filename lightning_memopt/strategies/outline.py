@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from lightning_memopt.backward import embedding
+from lightning_memopt.backward.linear import own_weight
 
 # From this part of all weights on, the largest of those with stored gradients is named.
 WORTH_NAMING = 0.01
@@ -23,10 +24,8 @@ def outline(root: nn.Module, trained: Iterable[nn.Parameter], fused: Iterable[nn
     sizes = {param: param.numel() for param in trained}
     total = sum(sizes.values())
     layers = list(fused)
-    # Asking a parametrized layer for its weight computes it, which may draw random numbers.
-    plain = [m for m in layers if "weight" in m._parameters]
-    linear = {m.weight for m in plain if isinstance(m, nn.Linear)}
-    tables = {m.weight for m in plain if isinstance(m, nn.Embedding) and embedding.fusable(m)}
+    linear = {own_weight(m) for m in layers if isinstance(m, nn.Linear)}
+    tables = {own_weight(m) for m in layers if isinstance(m, nn.Embedding) and embedding.fusable(m)}
     stored = {param: size for param, size in sizes.items() if (param in linear) == (param in tables)}
     part = sum(stored.values()) / max(total, 1)
     said = f"Of {total:,} weights, {1 - part:.1%} are updated inside the backward pass without a stored gradient."

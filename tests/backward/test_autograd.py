@@ -192,6 +192,19 @@ def test_ragged_inputs_fall_back() -> None:
     equal(loss)
 
 
+def test_ragged_indices_fall_back() -> None:
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.a = nn.Embedding(4, 8)
+        return stack
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        rows = torch.nested.nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
+        return net.b(net.a(rows)).values().square().mean()
+
+    equal(loss, net)
+
+
 class Noise(nn.Module):
     """Draws from the generator wherever the weight is asked for."""
 

@@ -703,6 +703,15 @@ def test_parametrized_layers_stay_dense() -> None:
     assert set(callback.masks) == {"net.down.weight"} and len(asked) == 3
 
 
+def test_a_parametrized_head_is_the_head() -> None:
+    def net() -> nn.Module:
+        head = nn.utils.parametrizations.weight_norm(nn.Linear(64, 8))
+        return nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 64), head=head))
+
+    train(callback := smet(), Module(net, loss=square_loss), steps=1, data=vectors(64))
+    assert set(callback.masks) == {"net.up.weight", "net.down.weight"}
+
+
 def shared_pair() -> nn.Module:
     up, down = nn.Linear(64, 64), nn.Linear(64, 64)
     down.weight = up.weight
