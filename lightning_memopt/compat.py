@@ -206,7 +206,7 @@ CASES = (
     Case(
         "manual optimization without fused_step",
         "refused",
-        "optimizer.step() found gradients of a backward pass that was not fused. Write "
+        "optimizer.step() found gradients of a backward pass that was not fused, or broke off. Write "
         "`with memopt.fused_step(optimizer): self.manual_backward(loss)` before `optimizer.step()`.",
     ),
     Case(

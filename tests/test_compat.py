@@ -98,6 +98,12 @@ def catches(module: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
+def catches_outside(module: Any, optimizer: Any, x: Tensor) -> None:
+    """And goes on without a step."""
+    with contextlib.suppress(RuntimeError), memopt.fused_step(optimizer):
+        module.manual_backward(raises_between(module.net, [x]))
+
+
 class Untrained(Module):
     def configure_optimizers(self) -> Any:
         return None
@@ -341,6 +347,7 @@ def clips_in_closure(module: Any, optimizer: Any, x: Tensor) -> None:
      ("configure_gradient_clipping without self.clip_gradients", lambda: OwnClipGradients(Linear, loss=square_loss)),
      ("clip_gradients after fused_step", lambda: Manual(clips_in_closure)),
      ("an error in the backward pass that the module catches", lambda: Manual(catches, two_layers)),
+     ("an error in the backward pass that the module catches", lambda: Manual(catches_outside, two_layers)),
      ("a parameter twice in one optimizer", lambda: ListsLater(Linear, loss=square_loss))],
 )  # fmt: skip
 def test_other_ways_to_the_same_refusal(feature: str, module: Callable[[], Any]) -> None:

@@ -196,6 +196,8 @@ class ForgeMixin(GradientGuards):
     @contextmanager
     def open_manual_step(self, optimizer: Optimizer, clip: Clip) -> Iterator[None]:
         """The armed context behind `lightning_memopt.fused_step`."""
+        if self.updater.dirty:
+            raise refusal("an error in the backward pass that the module catches", "the fused_step before")
         if id(optimizer) in self._fused_optimizers:
             raise refusal("second fused_step before optimizer.step()")
         self._fused_optimizers.add(id(optimizer))
