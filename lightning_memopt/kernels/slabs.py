@@ -48,10 +48,10 @@ def slabs(
         factors: Pairs whose products dYᵀ x are summed.
         grad: A stored part of the sum, [out, in], or None.
         dtype: Precision of sums and slab.
-        rows: Rows of a slab.
+        rows: Rows of a slab; 0 where there are none at all.
     """
     out = factors[0][0].shape[1]
-    for start in range(0, out, rows):
+    for start in range(0, out, max(1, rows)):
         stop = min(start + rows, out)
         slab = grad[start:stop].to(dtype, copy=True) if grad is not None else None
         for dy, x in factors:
@@ -69,7 +69,7 @@ def pieces(
         yield from slabs(factors, grad, dtype, rows)
         return
     assert grad is not None
-    for start in range(0, len(grad), rows):
+    for start in range(0, len(grad), max(1, rows)):
         yield start, min(start + rows, len(grad)), grad[start : start + rows].to(dtype)
 
 

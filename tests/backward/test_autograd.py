@@ -184,6 +184,21 @@ def test_a_padding_row_may_be_counted_from_the_end() -> None:
     equal(lambda net, batch: net.b(net.a(torch.arange(4)) + batch[0]).square().mean(), net)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference", "two_pass"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 0), (0, 8)])
+def test_layers_without_weights(kernel: Any, inputs: int, outputs: int) -> None:
+    def net() -> nn.Module:
+        stack = Stack()
+        stack.empty = nn.Linear(inputs, outputs)
+        return stack
+
+    def loss(net: Any, batch: list[Tensor]) -> Tensor:
+        hidden = net.a(batch[0])
+        return net.b(hidden).square().mean() + net.empty(hidden[:, :inputs]).sum()
+
+    equal(loss, net, strategy=memopt.ForgeStrategy(rounding="nearest", kernel=kernel))
+
+
 def test_ragged_inputs_fall_back() -> None:
     def loss(net: Any, batch: list[Tensor]) -> Tensor:
         rows = torch.nested.nested_tensor([batch[0][:1], batch[0][1:]], layout=torch.jagged)
