@@ -63,9 +63,8 @@ def forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if slot is None:
         return _plain(self, input, weight)
     slot.count_use(input)
-    if not fusable(self) or not torch.is_grad_enabled() or not weight.requires_grad:
-        return _plain(self, input, weight)
-    if transformed() or not is_dense(input):
+    differentiated = torch.is_grad_enabled() and weight.requires_grad and not transformed()
+    if not differentiated or not fusable(self) or not is_dense(input):
         return _plain(self, input, weight)
     # From the end, if it was assigned so, as in torch.
     padding = -1 if self.padding_idx is None else self.padding_idx % len(weight)

@@ -65,7 +65,7 @@ def _same(options: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
         return False
 
 
-def _is_dense(weight: Tensor) -> bool:
+def _fills_a_span(weight: Tensor) -> bool:
     """Whether its elements fill a span of memory, in whatever order of dimensions."""
     step = 1
     for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
@@ -154,7 +154,7 @@ class SlotKeeper:
         spans = sorted(
             (str(weight.device), weight.data_ptr(), weight.data_ptr() + weight.nbytes, name, trains)
             for weight, name, trains in weights
-            if _is_dense(weight)
+            if _fills_a_span(weight)
         )
         for (device, _, end, name, trains), (other_device, start, _, other, other_trains) in pairwise(spans):
             if device == other_device and start < end and (trains or other_trains):

@@ -100,9 +100,8 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     if slot is None:
         return F.linear(input, weight, self.bias)
     slot.count_use(input)
-    if transformed() or not torch.is_grad_enabled() or not weight.requires_grad:
-        return F.linear(input, weight, self.bias)
-    if not is_dense(input):
+    differentiated = torch.is_grad_enabled() and weight.requires_grad and not transformed()
+    if not differentiated or not is_dense(input):
         return F.linear(input, weight, self.bias)
     device = input.device.type
     wide = torch.float64 in (input.dtype, weight.dtype)  # which autocast leaves alone

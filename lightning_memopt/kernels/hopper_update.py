@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from lightning_memopt.kernels import codes
-from lightning_memopt.kernels.hopper_matmul import HALF, TILE_COLUMNS, halves
+from lightning_memopt.kernels.hopper_matmul import HALF, halves
 from lightning_memopt.kernels.hopper_rings import PIECES, piece_offset
 from lightning_memopt.kernels.hopper_step import CHUNK, clipped, step, stored
 
@@ -24,7 +24,6 @@ QUARTER = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 TOGETHER = 2
 _CHUNK, _PIECES = gl.constexpr(CHUNK), gl.constexpr(PIECES)
 _TOGETHER = gl.constexpr(TOGETHER)
-_COLUMNS = gl.constexpr(TILE_COLUMNS)
 _HALF, _QUARTER = gl.constexpr(HALF), gl.constexpr(QUARTER)
 _SIGNED, _MEAN = gl.constexpr(codes.SIGNED), gl.constexpr(codes.MEAN)
 

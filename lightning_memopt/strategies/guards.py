@@ -132,10 +132,9 @@ def optimizer_zero_grad(self: pl.LightningModule, epoch: int, batch_idx: int, op
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     param = min(params, key=torch.Tensor.numel, default=None)
-    mark = torch.zeros_like(param) if param is not None and param.grad is None else None
-    if param is None or mark is None:
+    if param is None or param.grad is not None:
         return type(self).optimizer_zero_grad(self, epoch, batch_idx, optimizer)
-    param.grad = mark
+    param.grad = mark = torch.zeros_like(param)
     try:
         type(self).optimizer_zero_grad(self, epoch, batch_idx, optimizer)
         if param.grad is mark:
