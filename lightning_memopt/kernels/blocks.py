@@ -30,17 +30,22 @@ FLOATS = (torch.float32, torch.bfloat16)
 WIDEST = 128
 
 _SLOW, _CURVE, _MEAN = tl.constexpr(codes.SLOW), tl.constexpr(codes.CURVE), tl.constexpr(codes.MEAN)
-_BLOCK, _ALIGNED = tl.constexpr(BLOCK), tl.constexpr(tiles.ALIGNED)
+_BLOCK, _SURE = tl.constexpr(BLOCK), tl.constexpr(codes.SURE)
 
 
 # ------------------------------------------------------------------------------------------------------------- device
 @triton.jit
-def _blocks(place, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
+def _blocks(start, place, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
     """Of each block in a tile, [N, WIDTH / LENGTH]: its index, whether it exists, and how many weights it has."""
-    line, column, columns = place
-    first = column[:, None] + tl.arange(0, WIDTH // LENGTH)[None, :] * LENGTH
-    index = line.to(tl.int64)[:, None] * tl.cdiv(columns, LENGTH) + first // LENGTH
-    return index, (line >= 0)[:, None] & (first < columns), tl.minimum(columns - first, LENGTH)
+    within = tl.arange(0, WIDTH // LENGTH)[None, :]
+    if place is None:
+        index = start[:, None] // LENGTH + within
+        return index, tl.full(index.shape, 1, tl.int1), tl.full(index.shape, LENGTH, tl.int32)
+    else:
+        line, column, columns = place
+        first = column[:, None] + within * LENGTH
+        index = line.to(tl.int64)[:, None] * tl.cdiv(columns, LENGTH) + first // LENGTH
+        return index, (line >= 0)[:, None] & (first < columns), tl.minimum(columns - first, LENGTH)
 
 
 @triton.jit
@@ -78,12 +83,12 @@ def spread(values, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def load(values, scales, at, place, valid, bend, KIND: tl.constexpr, LENGTH: tl.constexpr):
+def load(values, scales, at, start, place, valid, bend, KIND: tl.constexpr, LENGTH: tl.constexpr):
     """A moment, and its unit.
 
     Args:
         values, scales: Pointers; offsets `at` [N, WIDTH] of those of `values` that are one per weight.
-        place, valid: As `step` takes them.
+        start, place, valid: As `step` takes them.
         bend: Of the curve.
         KIND: See `kernels.codes`.
         LENGTH: Weights in a block of what has a value per block.
@@ -93,18 +98,18 @@ def load(values, scales, at, place, valid, bend, KIND: tl.constexpr, LENGTH: tl.
     if KIND <= _SLOW:
         x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     elif KIND == _MEAN:
-        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        index, exists, size = _blocks(start, place, WIDTH, LENGTH)
         x = spread(tl.load(values + index, mask=exists, other=0.0), WIDTH, LENGTH)
     else:
         x = codes.decode(tl.load(values + at, mask=valid, other=0), bend, KIND)
-        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        index, exists, size = _blocks(start, place, WIDTH, LENGTH)
         unit = spread(codes.unit(tl.load(scales + index, mask=exists, other=0.0), KIND), WIDTH, LENGTH)
     return x, unit
 
 
 @triton.jit
 def store(
-    x, values, scales, at, place, valid, random, bend,
+    x, values, scales, at, start, place, valid, random, bend,
     KIND: tl.constexpr, LENGTH: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Write a moment; what a block shares may come once per block, or as often as it has weights. See `load`."""
@@ -115,7 +120,7 @@ def store(
         else:
             tl.store(values + at, x.to(values.dtype.element_ty), mask=valid)
     elif KIND == _MEAN:
-        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        index, exists, size = _blocks(start, place, WIDTH, LENGTH)
         if x.shape[1] == WIDTH:
             x = largest(x, LENGTH)
         tl.store(values + index, x, mask=exists)
@@ -124,13 +129,28 @@ def store(
         block_scale = codes.block_scale(largest(x, LENGTH))
         scale = spread(block_scale, WIDTH, LENGTH)
         tl.store(values + at, codes.encode(x, scale, random, bend, KIND), mask=valid)
-        index, exists, size = _blocks(place, WIDTH, LENGTH)
+        index, exists, size = _blocks(start, place, WIDTH, LENGTH)
         tl.store(scales + index, block_scale.to(scales.dtype.element_ty), mask=exists)
 
 
 @triton.jit
+def _factors(pointers, valid):
+    """Of each weight's column."""
+    if pointers is None:
+        return 1.0
+    else:
+        return tl.load(pointers[:, None] + tl.arange(0, valid.shape[1])[None, :], mask=valid, other=0.0)
+
+
+@triton.jit
+def _usable(raw, SHARED: tl.constexpr):
+    """Which gradient elements take part; computed where it is looked at, which is hardly ever."""
+    return codes.below_limit(raw) if SHARED else tiles.finite(raw)
+
+
+@triton.jit
 def step(
-    raw, start, place, valid, w_ptr, values, scales, factor_ptr, row_ptr, key_ptr, nonfinite_ptr, offset,
+    raw, start, place, valid, w_ptr, values, scales, factor_ptr, row_ptr, key_ptr, nonfinite_ptr, offset, aligned,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Take one step of rule `TILE` on a tile, in place; non-finite elements are left out and reported.
@@ -141,13 +161,15 @@ def step(
         raw: float32 [N, WIDTH] gradient; zero where not `valid`.
         start: int64 [N], offset of each run's first weight.
         place: Integers [N], the row that each run is in, negative for runs that do not exist; [N], the column it
-            begins at; and the length of a row. Without factors and short blocks, all may be taken for one long row.
+            begins at; and the length of a row. Without short blocks, all may be taken for one long row. None where no
+            run is short or missing.
         valid: [N, WIDTH], which lanes are weights.
         w_ptr: The weight, float32 or bf16.
         values, scales: Tuples of pointers to the rule's moments, and to their scales (any pointer where none).
-        factor_ptr: Factors of columns, float32, or None.
+        factor_ptr: Pointers [N] to the factors of each run's columns, float32, or None.
         row_ptr, key_ptr, nonfinite_ptr: `Update.row`, `Update.row_key`, `Update.nonfinite`.
         offset: Low 32 bits of `Update.offset`.
+        aligned: Whether runs start at multiples of `tiles.ALIGNED` in the full parameter, known to the compiler or not.
         TILE, SCALARS: The rule's tile function and the number of its scalars.
         KINDS: The kind of each moment, see `kernels.codes`.
         STOCHASTIC: Whether bf16 weights and bf16 slow moments are rounded stochastically, as positive codes always are.
@@ -164,46 +186,52 @@ def step(
     old0, old1, old2 = raw, raw, raw
     unit0, unit1, unit2 = 1.0, 1.0, 1.0
     if len(KINDS) > 0:
-        old0, unit0 = load(values[0], scales[0], at, place, valid, bend, KINDS[0], _BLOCK)
+        old0, unit0 = load(values[0], scales[0], at, start, place, valid, bend, KINDS[0], _BLOCK)
     if len(KINDS) > 1:
-        old1, unit1 = load(values[1], scales[1], at, place, valid, bend, KINDS[1], SECOND)
+        old1, unit1 = load(values[1], scales[1], at, start, place, valid, bend, KINDS[1], SECOND)
     if len(KINDS) > 2:
-        old2, unit2 = load(values[2], scales[2], at, place, valid, bend, KINDS[2], _BLOCK)
-    w, g = tiles.prepare(old, raw, common)
-    if factor_ptr is not None:
-        g *= tl.load(factor_ptr + place[1][:, None] + tl.arange(0, raw.shape[1])[None, :], mask=valid, other=0.0)
-    keep = codes.below_limit(raw) if SHARED else tiles.finite(raw)
-    # One operation per element tells that all may be kept; only where it does not, each is looked at.
-    doubtful = tiles.small_enough(tl.sum(tl.sum(raw * raw, 1), 0)) == 0
+        old2, unit2 = load(values[2], scales[2], at, start, place, valid, bend, KINDS[2], _BLOCK)
+    # What is true of nearly all tiles is taken for granted, so that no branch keeps a load from being asked for early;
+    # one operation per element tells whether it is.
+    w, g = old * common[3], raw * common[0] * _factors(factor_ptr, valid)
     g2 = g * g
     if SHARED:
-        index, exists, count = _blocks(place, raw.shape[1], raw.shape[1])
-        if doubtful:
-            g2 = tl.where(keep, g2, 0.0)
+        sums, sure = tl.sum(g2, 1), common[0] * _SURE
+        doubtful = (tiles.is_plain(common) & (tl.sum(sums, 0) < sure * sure)) == 0
+        index, exists, count = _blocks(start, place, raw.shape[1], raw.shape[1])
+    else:
+        doubtful = (tiles.is_plain(common) & tiles.small_enough(tl.sum(tl.sum(raw * raw, 1), 0))) == 0
+    if doubtful:
+        w, g = tiles.prepare(old, raw, common)
+        g *= _factors(factor_ptr, valid)
+        g2 = g * g
+        if SHARED:
+            keep = _usable(raw, SHARED)
+            sums = tl.sum(tl.where(keep, g2, 0.0), 1)
             count = tl.sum((keep & valid).to(tl.int32), 1)[:, None].to(count.dtype)
+    if SHARED:
         # The tile function computes with one value per block, as often as there are blocks.
-        g2 = codes.block_mean(tl.sum(g2, 1)[:, None], count)
+        g2 = codes.block_mean(sums[:, None], count)
     w, m0, m1, m2 = TILE(w, g, g2, old0, old1, old2, (1.0, 1.0, unit0, unit1, unit2), own)
     if doubtful:
+        keep = _usable(raw, SHARED)
         bad = tl.min(tl.reshape(keep.to(tl.int32), (raw.numel,), can_reorder=True)) == 0
         tl.store(nonfinite_ptr, 1, mask=bad)
         w = tl.where(keep, w, old)
         m0 = tl.where(keep, m0, old0 * unit0)
         m1 = tl.where(count > 0, m1, old1) if SHARED else tl.where(keep, m1, old1 * unit1)
         m2 = tl.where(keep, m2, old2 * unit2)
-    column = tl.arange(0, raw.shape[1])[None, :]
-    aligned = (offset | place[2]) & (_ALIGNED - 1) == 0
-    random = tiles.random_bits_of_rows(tl.load(key_ptr), start + offset, column, aligned)
+    random = tiles.random_bits_of_runs(tl.load(key_ptr), start + offset, aligned, raw.shape[1])
     if STOCHASTIC and w_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(w_ptr + at, tiles.round_bf16(w, tiles.high_bits(random)), mask=valid)
     else:
         tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=valid)
     if len(KINDS) > 0:
-        store(m0, values[0], scales[0], at, place, valid, random, bend, KINDS[0], _BLOCK, STOCHASTIC)
+        store(m0, values[0], scales[0], at, start, place, valid, random, bend, KINDS[0], _BLOCK, STOCHASTIC)
     if len(KINDS) > 1:
-        store(m1, values[1], scales[1], at, place, valid, random, bend, KINDS[1], SECOND, STOCHASTIC)
+        store(m1, values[1], scales[1], at, start, place, valid, random, bend, KINDS[1], SECOND, STOCHASTIC)
     if len(KINDS) > 2:
-        store(m2, values[2], scales[2], at, place, valid, random, bend, KINDS[2], _BLOCK, STOCHASTIC)
+        store(m2, values[2], scales[2], at, start, place, valid, random, bend, KINDS[2], _BLOCK, STOCHASTIC)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -258,6 +286,11 @@ def in_blocks(update: Update) -> bool:
 def has_factors(update: Update) -> bool:
     """Whether gradients are multiplied by a factor of their column."""
     return gefen_columns.SCALE in update.state
+
+
+def aligned(update: Update, columns: int) -> bool:
+    """Whether rows of `columns` weights start at multiples of `tiles.ALIGNED` in the full parameter."""
+    return (update.offset | columns) % tiles.ALIGNED == 0
 
 
 def scales(update: Update) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ def embedding_update(
     order, bounds, dy, w, values, scales, factor, row, key, nonfinite,
     rows, columns, padding, offset, dy_token, dy_column,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """dW[r] = sum of dY[t] over the tokens of row r, and one step of rule `TILE` on every row, in place.
 
@@ -48,8 +48,10 @@ def embedding_update(
     valid = (r < rows)[:, None] & (c < columns)[None, :]
     start = r.to(tl.int64) * columns + j * WIDTH
     place = (tl.where(r < rows, r, -1), j * WIDTH + r * 0, columns)
+    if factor is not None:
+        factor += place[1]
     blocks.step(
-        acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
+        acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset, ALIGNED,
         TILE, SCALARS, KINDS, STOCHASTIC,
     )  # fmt: skip
 
@@ -89,5 +91,6 @@ def call(
     height = WEIGHTS // width
     padding = -1 if padding_idx is None else padding_idx
     arguments = (*operands, *given.tensors, rows, columns, padding, given.offset, *operands[2].stride())
-    constants = given.constants | {"ROWS": height, "TOKENS": TOKENS, "WIDTH": width, "num_warps": 4}
+    aligned = blocks.aligned(update, columns)
+    constants = given.constants | {"ROWS": height, "TOKENS": TOKENS, "WIDTH": width, "ALIGNED": aligned, "num_warps": 4}
     return Call(embedding_update, triton.cdiv(rows, height) * triton.cdiv(columns, width), arguments, constants, 3)

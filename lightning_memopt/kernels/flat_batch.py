@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_memopt.kernels import blocks, codes, launch
-from lightning_memopt.kernels.flat import WEIGHTS
+from lightning_memopt.kernels import blocks, codes, launch, tiles
+from lightning_memopt.kernels.flat import WARPS, WEIGHTS
 from lightning_memopt.kernels.launch import Call
 from lightning_memopt.kernels.update import Update
 from lightning_memopt.optim import gefen_columns
@@ -23,7 +23,7 @@ from lightning_memopt.rules.storage_8bit import BLOCK
 # Columns of the table: number of weights, low 32 bits of the first one's index in the whole parameter, addresses of
 # gradient, weight, `Update.row`, `row_key`, `nonfinite`, and of up to three moments.
 COLUMNS = 10
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS, _ALIGNED = tl.constexpr(COLUMNS), tl.constexpr(tiles.ALIGNED)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def batch_update(
         g, start, (tl.where(start < total, 0, -1), start, total), valid,
         tl.load(entry + 3).to(w.dtype), moments, moments, None, tl.load(entry + 4).to(row.dtype),
         tl.load(entry + 5).to(key.dtype), tl.load(entry + 6).to(nonfinite.dtype), offset,
-        TILE, SCALARS, KINDS, STOCHASTIC,
+        offset & (_ALIGNED - 1) == 0, TILE, SCALARS, KINDS, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class Batch:
         first = blocks.arguments(updates[0])
         weight, values, _, _, *scalars = first.tensors
         arguments = (self.table, self.buffer, weight, values, *scalars)
-        constants = first.constants | {"RUNS": WEIGHTS // BLOCK, "WIDTH": BLOCK, "num_warps": 4}
+        constants = first.constants | {"RUNS": WEIGHTS // BLOCK, "WIDTH": BLOCK, "num_warps": WARPS}
         self.call = Call(batch_update, len(pieces), arguments, constants, operands=0)
         self.repeat: launch.Prepared | None = None
 

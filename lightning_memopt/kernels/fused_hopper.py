@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lightning_memopt.kernels import blocks, codes, tiles
+from lightning_memopt.kernels import blocks, codes
 from lightning_memopt.kernels.hopper_kernel import weight_gradient_update
 from lightning_memopt.kernels.hopper_matmul import TILE_COLUMNS, TILE_ROWS
 from lightning_memopt.kernels.hopper_shelf import STRIP, WARPS, weight_gradient_handed_over
@@ -164,7 +164,7 @@ def call(update: Update, dy: Tensor, x: Tensor, config: Config) -> Call:
         config.group,
     )
     constants = given.constants | {
-        "ALIGNED": (update.offset | columns) % tiles.ALIGNED == 0,
+        "ALIGNED": blocks.aligned(update, columns),
         "STAGES": config.stages,
         "SLOTS": config.slots,
         "BYTES": CHUNK * CHUNK * bytes_per_weight(update),

@@ -28,7 +28,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _step_parts(
     acc, first_row, first_column, rows, columns, update,
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    WIDTH: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Update a tile part by part: all of it at once would not fit the registers."""
     height: tl.constexpr = acc.shape[0]
@@ -37,21 +37,21 @@ def _step_parts(
         left, right = tl.split(tl.permute(tl.reshape(acc, (height, 2, width // 2)), (0, 2, 1)))
         _step_parts(
             left, first_row, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART, ALIGNED,
         )  # fmt: skip
         _step_parts(
             right, first_row, first_column + width // 2, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART, ALIGNED,
         )  # fmt: skip
     elif height * width > PART:
         upper, lower = tl.split(tl.permute(tl.reshape(acc, (2, height // 2, width)), (1, 2, 0)))
         _step_parts(
             upper, first_row, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART, ALIGNED,
         )  # fmt: skip
         _step_parts(
             lower, first_row + height // 2, first_column, rows, columns, update,
-            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART,
+            TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART, ALIGNED,
         )  # fmt: skip
     else:
         w, values, scales, factor, row, key, nonfinite, offset = update
@@ -59,8 +59,10 @@ def _step_parts(
         valid = (r < rows)[:, None] & (first_column + tl.arange(0, width) < columns)[None, :]
         start = r.to(tl.int64) * columns + first_column
         place = (tl.where(r < rows, r, -1), first_column + r * 0, columns)
+        if factor is not None:
+            factor += place[1]
         blocks.step(
-            acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset,
+            acc, start, place, valid, w, values, scales, factor, row, key, nonfinite, offset, ALIGNED,
             TILE, SCALARS, KINDS, STOCHASTIC,
         )  # fmt: skip
 
@@ -72,7 +74,7 @@ def weight_gradient_update(
     TILE: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr,
     STORED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, BAND: tl.constexpr,
-    WIDTH: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Form dW = dYᵀ x (+ grad, if `STORED`) and take one step of rule `TILE` on weight and moments.
 
@@ -104,7 +106,10 @@ def weight_gradient_update(
         grad_at = grad + r.to(tl.int64)[:, None] * grad_row + c.to(tl.int64)[None, :] * grad_column
         acc += tl.load(grad_at, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
     update = (w, values, scales, factor, row, key, nonfinite, offset)
-    _step_parts(acc, first_row, first_column, rows, columns, update, TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART)
+    _step_parts(
+        acc, first_row, first_column, rows, columns, update,
+        TILE, SCALARS, KINDS, STOCHASTIC, WIDTH, PART, ALIGNED,
+    )  # fmt: skip
 
 
 def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | None) -> None:
@@ -145,6 +150,7 @@ def apply_factors(update: Update, factors: Sequence[Factors], grad: Tensor | Non
         TOKENS=32,
         BAND=BAND,
         WIDTH=blocks.width(update),
+        ALIGNED=blocks.aligned(update, columns),
         PART=PART,
         num_warps=8,
         num_stages=3,

@@ -116,11 +116,35 @@ def random_bits_of_rows(key, start, column, aligned):
             columns share a hash, and that a thread's factors are constants.
     """
     if aligned:
-        first = start.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
-        random = _hash(first[:, None] + _spread(column)) * _own_factor(column)
+        random = _of_rows(key, start, _spread(column), _own_factor(column))
     else:
         random = random_bits(key, start[:, None] + column)
     return random
+
+
+@triton.jit
+def random_bits_of_runs(key, start, aligned, WIDTH: tl.constexpr):
+    """`random_bits_of_rows` of rows [N, WIDTH] of which a thread holds neighbours.
+
+    Their columns are put together from those bits that share a hash and those that share a factor, as the compiler does
+    not see otherwise which of a thread's are alike.
+    """
+    if aligned:
+        parts: tl.constexpr = (WIDTH // 16, 2, 4, 2)
+        sixteen = tl.arange(0, WIDTH // 16)[:, None, None, None] * 16
+        hashed = sixteen + tl.arange(0, 4)[None, None, :, None] * 2
+        own = sixteen + tl.arange(0, 2)[None, :, None, None] * 8 + tl.arange(0, 2)[None, None, None, :]
+        spread = tl.reshape(tl.broadcast_to(_spread(hashed), parts), (1, WIDTH))
+        random = _of_rows(key, start, spread, tl.reshape(tl.broadcast_to(_own_factor(own), parts), (1, WIDTH)))
+    else:
+        random = random_bits(key, start[:, None] + tl.arange(0, WIDTH)[None, :])
+    return random
+
+
+@triton.jit
+def _of_rows(key, start, spread, factor):
+    first = start.to(tl.uint32) * _GOLDEN + key.to(tl.uint32)
+    return _hash(first[:, None] + spread) * factor
 
 
 @triton.jit

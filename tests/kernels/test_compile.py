@@ -42,7 +42,11 @@ def compile_kernel(module: str, moments: str, capability: int):
 
     values, scales, kinds, width = MOMENTS[moments]
     kernel, constants, warps = {
-        "flat": (flat.flat_update, {"BY_ROWS": "gefen" in moments, "WHOLE": True, "RUNS": flat.WEIGHTS // width}, 4),
+        "flat": (
+            flat.flat_update,
+            {"BY_ROWS": "gefen" in moments, "WHOLE": True, "RUNS": flat.WEIGHTS // width},
+            flat.WARPS,
+        ),
         "fused_triton": (
             fused_triton.weight_gradient_update,
             {
@@ -65,7 +69,7 @@ def compile_kernel(module: str, moments: str, capability: int):
         signature["factor"] = "*fp32"
     else:
         constants["factor"] = None
-    constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "WIDTH": width}
+    constants |= {"TILE": tiles.adam, "SCALARS": 6, "KINDS": kinds, "STOCHASTIC": True, "WIDTH": width, "ALIGNED": True}
     constants |= {name: value for name, value in signature.items() if isinstance(value, int)}
     divisible = [["tt.divisibility", 16]]
     types, constexprs, attributes = {}, {}, {}
@@ -77,7 +81,8 @@ def compile_kernel(module: str, moments: str, capability: int):
         places = [(i, j) for j in range(2)] if isinstance(signature[name], tuple) else [(i,)]
         attributes |= dict.fromkeys(places, divisible) if name != "offset" else {}
     source = ASTSource(kernel, types, constexprs, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    options = {"num_warps": warps} | ({"maxnreg": flat.REGISTERS} if module == "flat" and "gefen" in moments else {})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

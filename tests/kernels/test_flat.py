@@ -16,6 +16,13 @@ flat = pytest.importorskip("lightning_memopt.kernels.flat", exc_type=ImportError
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
 
 
+@pytest.fixture(autouse=True)
+def large_programs(monkeypatch) -> None:
+    """The interpreter takes as long for a small program as for a large one."""
+    if INTERPRETED:
+        monkeypatch.setattr(flat, "WEIGHTS", 2048)
+
+
 def step_both(update, grad) -> None:
     expected = twin(update)
     assert reference.apply_gradient(expected, grad.double())

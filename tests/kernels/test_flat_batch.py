@@ -15,7 +15,7 @@ flat = pytest.importorskip("lightning_memopt.kernels.flat", exc_type=ImportError
 flat_batch = pytest.importorskip("lightning_memopt.kernels.flat_batch", exc_type=ImportError)
 pytestmark = [pytest.mark.parametrize("device", DEVICES)]
 # One program's share, more than that, an odd number, one weight, a scalar, and a matrix too small for codes.
-SHAPES = [(2048,), (2600,), (129,), (1,), (), (33, 70)]
+SHAPES = [(512,), (1100,), (129,), (1,), (), (33, 70)]
 
 
 def same(batched, alone) -> None:
