@@ -420,6 +420,19 @@ CASES = (
         strategies=_SHARDED,
     ),
     Case(
+        "scalar parameters, sharded",
+        "refused",
+        "FSDP2 shards tensors of one dimension or more. Give it one before the optimizer is built, in `__init__` or "
+        "configure_model: module.scale = torch.nn.Parameter(module.scale.detach()[None]).",
+        strategies=_SHARDED,
+    ),
+    Case(
+        "parameters without elements, sharded",
+        "refused",
+        "FSDP2 cannot average their gradients. Leave the parameter out, or make it a buffer.",
+        strategies=_SHARDED,
+    ),
+    Case(
         "precision 64-true, sharded",
         "refused",
         "float64 is not exchanged between devices. Use precision='32-true', 'bf16-true' or 'bf16-mixed'.",
@@ -428,7 +441,8 @@ CASES = (
     Case(
         "callbacks StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging",
         "exact",
-        "averages are of the same weights",
+        "averages are of the same weights; with BatchNorm, plain StochasticWeightAveraging ends its pass over the data "
+        "with a step by gradients left of the epoch before, which are not there",
         strategies=_SINGLE,
     ),
     Case(

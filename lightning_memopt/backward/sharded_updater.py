@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim import Optimizer
 
 from lightning_memopt.backward import engine
@@ -30,7 +31,7 @@ from lightning_memopt.backward.clipping import Clip, Norms, gradient_norms
 from lightning_memopt.backward.exchange import Block, Ranks, any_rank, sum_over_shards
 from lightning_memopt.backward.nonfinite import NonFiniteReports
 from lightning_memopt.backward.passes import PASS
-from lightning_memopt.backward.peers import NOTHING, Answers, Item, Peers
+from lightning_memopt.backward.peers import ITEMS, NOTHING, Answers, Item, Peers
 from lightning_memopt.backward.sharded_keeper import ShardedKeeper
 from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
 from lightning_memopt.backward.shipping import Parcel, Shipping
@@ -44,7 +45,9 @@ from lightning_memopt.kernels.update import Beside
 from lightning_memopt.rules.storage import Dense
 
 # Kinds of announcements, besides those of factors and passes.
-UPDATE, END = 2, 3
+UPDATE, END, REACHED = 2, 3, 5
+# Parameters of an item of the last kind: a bit for each, below the number of the item.
+BITS = 48
 
 
 class ShardedUpdater(ShardedKeeper):
@@ -65,9 +68,11 @@ class ShardedUpdater(ShardedKeeper):
         self._shipping: Shipping | None = None
         self._averages: Averages | None = None
         self._beside: Beside = "collectives"
+        self._units: Mapping[int, Sequence[Any]] = {}
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
-        self._ended: Answers | None = None
+        self._ended: list[Answers] = []
+        self._reached: list[int] = []
 
     # ---------------------------------------------------------------- set-up
 
@@ -94,6 +99,7 @@ class ShardedUpdater(ShardedKeeper):
             beside: What runs on the device beside updates.
         """
         self.ranks, self.peers, self._unsharded, self._beside = ranks, peers, unsharded, beside
+        self._units = units
         peers.describe = self._describe
         ahead = any(param.is_cuda for param in unsharded) if self.ahead is None else self.ahead
         self._shipping = Shipping(ranks, peers, self, self.route, ahead)
@@ -104,6 +110,10 @@ class ShardedUpdater(ShardedKeeper):
             return "the end of the step" if kind == END else "the beginning of a backward pass"
         if number == NOTHING:
             return "no further layer"
+        if kind == REACHED:
+            names = [slot.name for slot in self.slots.values()][(number >> BITS) * BITS :]
+            missing = [name for i, name in enumerate(names[:BITS]) if number >> i & 1]
+            return f"no gradient of {', '.join(missing)}" if missing else "all gradients"
         names = [slot.name for slot in self.slots.values()]
         return names[number] if number < len(names) else "another parameter"
 
@@ -113,9 +123,10 @@ class ShardedUpdater(ShardedKeeper):
     def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
         """As for one device; the ranks say what is to come."""
         path, self.path = self.path, 0
-        if self._ended is not None:
-            ended, self._ended = self._ended, None
-            ended.wait()
+        ended, self._ended = self._ended, []
+        for answers in ended:
+            answers.wait()
+        self._freeze_as_gathered()
         if self._shipping is None or self._averages is None or not (queue or self.stepping):
             with super().backward(loss, queue):
                 yield
@@ -128,6 +139,13 @@ class ShardedUpdater(ShardedKeeper):
                 yield
         finally:
             self._averages.end()
+
+    def _freeze_as_gathered(self) -> None:
+        """Freeze or unfreeze shards whose gathered parameter `training_step`, which sees no other, has."""
+        for param in (param for groups in self._units.values() for group in groups for param in group.fsdp_params):
+            gathered = param.sharded_state == ShardedState.UNSHARDED
+            if gathered and param.sharded_param.requires_grad != param._unsharded_param.requires_grad:
+                param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
 
     def _ready(self, slot: Slot) -> None:
         """This rank's part of the gradient is complete, or one of its parts in a nested pass."""
@@ -236,8 +254,29 @@ class ShardedUpdater(ShardedKeeper):
                 self._send(slot, complete=False)
         if self._shipping is not None and self._averages is not None:
             self._shipping.flush()
+            self._compare_reached()
             self._averages.sum()
         super()._end_pass()
+
+    def _compare_reached(self) -> None:
+        """See to it that all ranks have gradients of the same parameters, before what autograd stored is summed.
+
+        A rank that has those of its last pass goes on where hosts run ahead, and hears of the others in the next one.
+        """
+        assert self.ranks is not None and self.peers is not None and self._shipping is not None
+        if self.ranks.size == 1:
+            return
+        slots = list(self.slots.values())
+        parts = [slots[at : at + BITS] for at in range(0, len(slots), BITS)]
+        missing = [sum((not slot.ready) << i for i, slot in enumerate(part)) for part in parts]
+        items = [Item(number << BITS | bits) for number, bits in enumerate(missing)]
+        answers = [self.peers.announce(REACHED, *items[at : at + ITEMS]) for at in range(0, len(items), ITEMS)]
+        before, self._reached = self._reached, missing
+        if self._shipping.ahead and before == missing:
+            self._ended += answers
+            return
+        for answer in answers:
+            answer.wait()
 
     def drop_queue(self, optimizer: Optimizer | None = None) -> None:
         """Also forget factors under way."""
@@ -266,7 +305,7 @@ class ShardedUpdater(ShardedKeeper):
             return self.peers.all_of(taken, END)
         # Kernels take every update, and tell later what they left out: only that all ranks have come here is of
         # interest, and known early enough when the next pass begins.
-        self._ended = self.peers.announce(END, Item(len(taken)))
+        self._ended.append(self.peers.announce(END, Item(len(taken))))
         return taken
 
     def _update(self, slot: Slot, coefficient: Tensor | None = None) -> None:

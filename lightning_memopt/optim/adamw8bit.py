@@ -18,7 +18,8 @@ class AdamW8bit(CheckedOptimizer):
     weight. Vectors, and tensors of fewer than 4096 elements or with rows shorter than 16, keep float32 moments.
 
     bf16 weights and the codes of ``exp_avg_sq`` are rounded stochastically; the random bits depend on `seed`, the step
-    count and the parameter's place in `params` only, so a resumed run takes the same steps.
+    count and the parameter's place in `params` (under a fused strategy, its name) only, so a resumed run takes the same
+    steps.
 
     A step leaves a parameter alone whose gradient is not finite.
 

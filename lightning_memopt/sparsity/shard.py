@@ -96,7 +96,8 @@ class Shard:
         received = [_shared(other, want[me]) * width for other in have]
         # Bytes: not every backend sends every dtype.
         out = torch.empty(sum(received), dtype=torch.uint8, device=values.device)
-        dist.all_to_all_single(out, values.contiguous().view(torch.uint8), received, sent, group=self.group)
+        own = values.new_empty(len(values)).copy_(values)  # a single value may be of any stride, as one is contiguous
+        dist.all_to_all_single(out, own.view(torch.uint8), received, sent, group=self.group)
         return out.view(values.dtype)
 
 

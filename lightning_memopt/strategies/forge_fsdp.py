@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memopt.backward import NonFinite
 from lightning_memopt.backward.exchange import Ranks
@@ -109,6 +111,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         self._names_before: dict[nn.Parameter, str] = {}
         self._peers: Peers | None = None
         self._ranks: Ranks | None = None
+        self._in_step = False  # of the module, as its forward pass
+        self._outside: RemovableHandle | None = None
         self._near = False  # whether all ranks can read each other's memory
 
     # ---------------------------------------------------------------- set-up
@@ -149,7 +153,10 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
             # A step runs as the module's forward pass, so that the whole of it may use the root's weights. In manual
             # optimization it holds backward passes too; there each child is a root, gathered when it is called.
             roots = [module] if module.automatic_optimization else _children_with_parameters(module)
-            sharding.shard(roots, self._mesh, self.wrap, self.reshard_after_forward, self._place)
+            # These are freed after it, as one that no backward pass follows would stay gathered while it is toggled.
+            keep = module.automatic_optimization
+            sharding.shard(roots, self._mesh, self.wrap, self.reshard_after_forward, self._place, keep)
+        self._outside = module.register_forward_hook(lambda *_: self._free_outside_of_steps())
         _materialize_distributed_module(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -220,9 +227,27 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         """A step of the module, run as its forward pass where that gathers the root's weights."""
         module = self.lightning_module
         assert module is not None
-        if sharding.is_root(module):
-            return self._forward_redirection(module, module, method, *args, **kwargs)
-        return getattr(module, method)(*args, **kwargs)
+        self._in_step = True
+        try:
+            if sharding.is_root(module):
+                return self._forward_redirection(module, module, method, *args, **kwargs)
+            return getattr(module, method)(*args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _free_outside_of_steps(self) -> None:
+        """A callback has called the module: as after a validation step, none of its weights stays gathered."""
+        if not self._in_step and not torch.is_grad_enabled():
+            self.weights_changed()
+
+    def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """A step without backward pass, after which no weight stays gathered, but the module's parameters are shards.
+
+        A callback that froze or wrote gathered ones would do so in vain.
+        """
+        output = self._redirected(method, *args, **kwargs)
+        self.weights_changed()
+        return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
@@ -239,17 +264,17 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
         with self.precision_plugin.val_step_context():
-            return self._redirected("validation_step", *args, **kwargs)
+            return self._evaluated("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
         with self.precision_plugin.test_step_context():
-            return self._redirected("test_step", *args, **kwargs)
+            return self._evaluated("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
         with self.precision_plugin.predict_step_context():
-            return self._redirected("predict_step", *args, **kwargs)
+            return self._evaluated("predict_step", *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks."""
@@ -260,6 +285,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
 
     def teardown(self) -> None:
         """Leave a module whose parameters are all sharded."""
+        if self._outside is not None:
+            self._outside.remove()
         if self.lightning_module is not None:
             sharding.abandon(self.lightning_module)
             gather_by_collectives(sharding.groups(self.lightning_module))

@@ -195,10 +195,7 @@ def _read_folder(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
         if not part["state"] and not part["param_groups"]:
             raise UnsupportedError(f"{path} holds no {name}. Save with the optimizers, or load the weights alone.")
     _distributed_checkpoint_load(target, path)
-    names = {param: name for name, param in params.items()}
-    return [
-        _from_names(path, target[f"optimizer_{i}"], optimizer, params, names) for i, optimizer in enumerate(optimizers)
-    ]
+    return [_from_names(path, target[f"optimizer_{i}"], optimizer, params) for i, optimizer in enumerate(optimizers)]
 
 
 def _room(param: Tensor, key: str, stored: Any, active: int | None) -> Tensor | None:
@@ -222,11 +219,7 @@ def _room(param: Tensor, key: str, stored: Any, active: int | None) -> Tensor | 
 
 
 def _from_names(
-    path: Path,
-    saved: Mapping[str, Any],
-    optimizer: Optimizer,
-    params: Mapping[str, nn.Parameter],
-    names: Mapping[nn.Parameter, str],
+    path: Path, saved: Mapping[str, Any], optimizer: Optimizer, params: Mapping[str, nn.Parameter]
 ) -> SavedOptimizer:
     result = SavedOptimizer()
     mine = {param for group in optimizer.param_groups for param in group["params"]}
@@ -235,7 +228,8 @@ def _from_names(
             own = {key: local(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
             result.states[params[name]] = portable.from_even(params[name], own) if portable.is_sparse(own) else own
     for group in optimizer.param_groups:
-        wanted = {names[param] for param in group["params"]}
+        listed = set(group["params"])
+        wanted = {name for name, param in params.items() if param in listed}  # all names of a tied weight
         found = next((old for old in saved["param_groups"] if wanted & set(old["params"])), None)
         if found is None and wanted:
             raise UnsupportedError(f"{path} has no parameter group with {sorted(wanted)[0]}.")

@@ -30,7 +30,8 @@ def find_blocks(root: nn.Module, wrap: Sequence[str] | str) -> list[nn.Module]:
     Args:
         root: The whole model.
         wrap: Names of their classes, or ``"auto"``: the children of every ``nn.ModuleList`` or ``nn.Sequential`` that
-            holds two or more of one class with parameters in modules of their own; nothing inside of these.
+            holds two or more of one class with parameters in modules of their own; nothing inside of these. What has
+            no forward pass, as lists of modules inside it, counts as what it holds.
 
     Raises:
         UnsupportedError: A class name that no module has.
@@ -50,12 +51,21 @@ def find_blocks(root: nn.Module, wrap: Sequence[str] | str) -> list[nn.Module]:
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        parts = list(child.children())
+        parts = list(_called(child))
         counts = Counter(type(part) for part in parts if _holds_layers(part))
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and any(count > 1 for count in counts.values()):
             yield from (part for part in parts if _holds_layers(part))
         else:
             yield from _repeated(child)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Its children, but in place of one without forward pass, as a list or dict of modules, those in it."""
+    for child in module.children():
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
 
 
 def _holds_layers(module: nn.Module) -> bool:
@@ -84,6 +94,7 @@ def shard(
     wrap: Sequence[str] | str,
     reshard_after_forward: bool,
     place: Callable[[nn.Module], object],
+    keep_roots: bool = True,
 ) -> None:
     """Shard each root and the blocks in it, in place.
 
@@ -93,19 +104,25 @@ def shard(
         wrap: See `find_blocks`.
         reshard_after_forward: Free a block's gathered parameters between forward and backward.
         place: Moves a module to its device in its precision; called for one block at a time.
+        keep_roots: Leave roots gathered between forward and backward.
 
     Raises:
-        UnsupportedError: A parameter is shared between blocks.
+        UnsupportedError: A parameter is shared between blocks, a scalar, or without elements.
     """
     blocks = [(root, find_blocks(root, wrap)) for root in roots]
     _refuse_shared(list(chain.from_iterable(found for _, found in blocks)), roots)
+    for name, param in chain.from_iterable(root.named_parameters() for root in roots):
+        if param.dim() == 0:
+            raise refusal("scalar parameters, sharded", name)
+        if param.numel() == 0:
+            raise refusal("parameters without elements, sharded", name)
     done: set[Tensor] = set()
     for root, found in blocks:
         for block in found:
             _prepare(block, place, done)
             _shard_unit(block, mesh, reshard_after_forward)
         _prepare(root, place, done)
-        _shard_unit(root, mesh, False)
+        _shard_unit(root, mesh, not keep_roots)
         _gather_ahead(root)
 
 

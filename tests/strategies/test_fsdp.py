@@ -153,6 +153,32 @@ def test_wrap(two: Ranks, wrap: Any) -> None:
     assert furthest(train_plain(), results[0]) <= 1e-5
 
 
+class Listed(nn.Module):
+    """Blocks that are lists (or dicts) of layers, which have no forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 7), nn.Linear(7, 11)
+        blocks = [[nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.LayerNorm(7)] for _ in range(3)]
+        if kind == "list":
+            self.blocks = nn.ModuleList(nn.ModuleList(parts) for parts in blocks)
+        else:
+            self.blocks = nn.ModuleList(nn.ModuleDict(dict(zip("ab", parts, strict=True))) for parts in blocks)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            layer, norm = block.values() if isinstance(block, nn.ModuleDict) else block
+            x = norm(x + layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_blocks_without_forward(two: Ranks, kind: str) -> None:
+    """What they hold is sharded in their place."""
+    assert_equal(two, partial(Module, net=partial(Listed, kind)))
+
+
 def units(trainer: Any) -> list[str]:
     from torch.distributed.fsdp import FSDPModule
 

@@ -15,7 +15,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import Module
+from harness import Module, Net
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from sharded import (
@@ -29,6 +29,7 @@ from sharded import (
     train_forge,
     train_fsdp2,
 )
+from torch import nn
 from torch.optim import AdamW
 
 import lightning_memopt as memopt
@@ -143,6 +144,20 @@ def test_float32_moments_of_bf16_weights(ranks: dict[int, Ranks], tmp_path: Path
         assert saved["states"]["net.head.weight"]["exp_avg"].dtype == torch.float32
         loaded = ranks[1](train, wide("adamw"), strategy | form, ckpt_path=path, **options, **FIVE)[0]
         assert_same_states(saved, loaded)
+
+
+def table_alone(net: nn.Module) -> list[dict[str, Any]]:
+    table = net.embedding.weight
+    return [{"params": [table], "lr": 1e-3}, {"params": [p for p in net.parameters() if p is not table]}]
+
+
+def test_a_tied_weight_in_a_group_of_its_own(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    """A folder names it once, by either of its names."""
+    make = partial(Module, net=Net, groups=table_alone)
+    ranks[2](train, make, None, tmp_path / "checkpoint", batches=1, max_steps=3)
+    whole = ranks[2](train, make, batches=1, max_steps=6)[0]
+    resumed = ranks[2](train, make, None, ckpt_path=tmp_path / "checkpoint", batches=1, max_steps=6)[0]
+    assert furthest(whole, resumed) == 0
 
 
 class Dies(pl.Callback):

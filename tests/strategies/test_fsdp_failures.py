@@ -9,9 +9,9 @@ import pytest
 import torch
 from harness import Module
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from sharded import Deep, Ranks, Straight, furthest, train
+from sharded import Deep, Ranks, Straight, furthest, train, train_told
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import lightning_memopt as memopt
 from lightning_memopt.compat import CASES
@@ -172,6 +172,31 @@ def test_all_ranks_end(net: type[nn.Module], words: str, route: str, peer_memory
     assert isinstance(errors[1], (ArithmeticError, memopt.UpdateError)) and str(errors[1]) in str(errors[0])
 
 
+class OtherNorm(nn.Module):
+    """Ranks use the same layers but other norms, or one of them uses none."""
+
+    def __init__(self, none: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 7), nn.Linear(7, 11)
+        self.a, self.b, self.none = nn.LayerNorm(7), nn.LayerNorm(7), none
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if rank():
+            return self.head(self.a(x))
+        return self.head(x if self.none else self.b(x))
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("none", [False, True])
+def test_ranks_with_other_norms_end(two: Ranks, none: bool, later: bool) -> None:
+    """Before gradients of one are added to those of the other, also where kernels tell later what they left out."""
+    make = partial(Module, net=partial(OtherNorm, none), optimizer=partial(SGD, lr=0.1))
+    errors = two.attempt(train_told, later, make, max_steps=3)
+    assert all(isinstance(error, memopt.UpdateError) for error in errors)
+    assert "no gradient of net.a.weight" in str(errors[0]) and str(errors[0]) == str(errors[1])
+
+
 class Shared(nn.Module):
     """A weight in two blocks."""
 
@@ -187,6 +212,14 @@ class SharedWithRoot(Shared):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
         self.head = nn.Linear(7, 7)
         self.head.weight = self.blocks[1][0].weight
+
+
+class With(nn.Module):
+    """A layer and a parameter of this shape; contrastive models, say, have a scalar."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.head, self.own = nn.Linear(7, 7), nn.Parameter(torch.ones(shape))
 
 
 class OwnParameter(Module):
@@ -211,6 +244,8 @@ class Stranger(Module):
 # feature -> (module, strategy, Trainer options)
 REFUSED: dict[str, tuple[Any, dict[str, Any] | str, dict[str, Any]]] = {
     "weight shared between sharded blocks": (partial(Module, net=SharedWithRoot), {}, {}),
+    "scalar parameters, sharded": (partial(Module, net=With), {}, {}),
+    "parameters without elements, sharded": (partial(Module, net=partial(With, 0, 7)), {}, {}),
     "precision 64-true, sharded": (DEEP, "forge_fsdp", {"precision": "64-true"}),
     "precision 16-true": (DEEP, {}, {"precision": "16-true"}),
     "weight averaging callbacks, sharded": (DEEP, {}, {"callbacks": [WeightAveraging()]}),

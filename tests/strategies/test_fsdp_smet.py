@@ -464,3 +464,27 @@ def test_waiting_gradients_are_those_of_active_weights(two: Ranks) -> None:
     make, options = partial(Module, net=Deep), {"max_steps": 3, "accumulate_grad_batches": 3}
     results = two(train, make, {"route": "reduce"}, inspect=waited, callbacks=callbacks, **options)
     assert all(result["said"] for result in results)
+
+
+class Few(nn.Module):
+    """A sparse layer of which a rank may have one active weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.few, self.head = nn.Embedding(11, 4), nn.Linear(4, 2), nn.Linear(2, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.few(self.embedding(ids))))
+
+
+def train_few(*args: Any, **options: Any) -> Any:
+    return train(*args, callbacks=[memopt.SMET(density=0.25, update_every=2, warmup_steps=0)], batches=1, **options)
+
+
+@pytest.mark.parametrize("form", [True, False])
+def test_a_rank_with_one_active_weight_saves(two: Ranks, form: bool, tmp_path: Path) -> None:
+    make, strategy = partial(Module, net=Few), {"save_distributed_checkpoint": form}
+    two(train_few, make, strategy, tmp_path / "checkpoint", max_steps=3)
+    whole = two(train_few, make, strategy, max_steps=6)[0]
+    resumed = two(train_few, make, strategy, ckpt_path=tmp_path / "checkpoint", max_steps=6)[0]
+    assert furthest(whole, resumed) == 0
