@@ -126,7 +126,8 @@ _torchao: Callable[..., Any] = partial(_imported, "torchao.optim", **_adam)
 _lion = partial(Lion, lr=LR / 5, weight_decay=DECAY)
 _sgd = partial(torch.optim.SGD, lr=LR)
 _clip = {"gradient_clip_val": CLIP}
-_ours = partial(Method, package="lightning_memopt", forge={})
+_alone = partial(Method, package="lightning_memopt")
+_ours = partial(_alone, forge={})
 
 METHODS: dict[str, Method] = {
     "adamw": Method(_fused, "torch AdamW, fused"),
@@ -143,6 +144,8 @@ METHODS: dict[str, Method] = {
     "bnb_paged_adamw8bit": Method(partial(_bnb, "PagedAdamW8bit"), "bitsandbytes PagedAdamW8bit", "bitsandbytes"),
     "torchao_adamw8bit": Method(partial(_torchao, "AdamW8bit"), "torchao AdamW8bit", "torchao"),
     "torchao_adamw4bit": Method(partial(_torchao, "AdamW4bit"), "torchao AdamW4bit", "torchao"),
+    "adamw8bit": _alone(partial(AdamW8bit, **_adam), "AdamW8bit, without forge"),
+    "gefen": _alone(partial(Gefen, **_adam), "Gefen, without forge"),
     "forge_adamw": _ours(_adamw, "forge, AdamW"),
     "forge_adamw_clip": _ours(_adamw, "forge, AdamW, clipped", trainer=_clip),
     "forge_adamw_smet": _ours(_adamw, "forge, AdamW, SMET", smet=True),

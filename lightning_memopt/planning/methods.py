@@ -146,6 +146,8 @@ METHODS: dict[str, PlannedMethod] = {
     "adamw_hooks": PlannedMethod("torch AdamW, fused, in backward hooks", "released", fused_adamw),
     "bnb_adamw8bit": PlannedMethod("bitsandbytes AdamW8bit", "stored", bnb_adamw8bit),
     "bnb_adamw8bit_hooks": PlannedMethod("bitsandbytes AdamW8bit, in backward hooks", "released", bnb_adamw8bit),
+    "adamw8bit": PlannedMethod("AdamW8bit, without forge", "stored", partial(forged, AdamW8bit)),
+    "gefen": PlannedMethod("Gefen, without forge", "stored", partial(forged, Gefen)),
     "forward_backward": PlannedMethod("forward and backward only", "stored", nothing),
 }
 for _name, (_label, _make) in _RULES.items():
