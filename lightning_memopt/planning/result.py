@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 # What torch does not count but the device must hold as well: CUDA's context, libraries' workspaces, fragments.
 RESERVE = GIB
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ class Plan:
         return {**values, "methods": lines}
 
     def __str__(self) -> str:
-        """A table in GiB."""
+        """A table in GiB, or in MiB if no method reaches one GiB."""
+        small = all(method.bytes.total < GIB for method in self.methods)
+        unit, name = (MIB, "MiB") if small else (GIB, "GiB")
         kinds = ("weights", "state", "gradients", "activations", "logits", "scratch", "peak")
         width = max(len(method.label) for method in self.methods)
         head = f"{'method':{width}}" + "".join(f"{kind:>13}" for kind in kinds)
@@ -114,15 +120,15 @@ class Plan:
         lines = [head]
         for method in self.methods:
             numbers = [*asdict(method.bytes).values(), method.bytes.total]
-            line = f"{method.label:{width}}" + "".join(f"{number / GIB:13.2f}" for number in numbers)
+            line = f"{method.label:{width}}" + "".join(f"{number / unit:13.2f}" for number in numbers)
             if self.memory is not None:
                 line += f"{'yes' if method.fits else 'no':>8}{method.largest_batch:>16}"
             lines.append(line)
         tokens = f", {self.tokens} tokens" if self.tokens else ""
         where = f" on each of {self.world_size} devices" if self.world_size > 1 else ""
-        title = f"{self.model}: {self.parameters / 1e9:.3g} B parameters, batch of {self.batch_size}{tokens}, "
+        title = f"{self.model}: {_count(self.parameters)} parameters, batch of {self.batch_size}{tokens}, "
         title += f"{self.accumulate_grad_batches} to a step, " if self.accumulate_grad_batches > 1 else ""
-        title += f"{self.precision}{', clipped by norm' if self.clipped else ''}; GiB at the peak{where}"
+        title += f"{self.precision}{', clipped by norm' if self.clipped else ''}; {name} at the peak{where}"
         if self.memory is not None:
             title += f"; of {self.memory / GIB:.4g} GiB, {RESERVE / GIB:.0f} is left for CUDA itself"
         return "\n".join([title, "", *lines, *(f"\n{note}" for note in self.notes)])

@@ -181,6 +181,14 @@ def test_a_config_is_planned_as_it_stands(capsys):
     assert "largest batch" in out
 
 
+def test_small_models_are_told_in_smaller_units(capsys) -> None:
+    main(["plan", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--methods", "adamw"])
+    text = capsys.readouterr().out
+    assert "2.46 M parameters" in text and "MiB at the peak" in text
+    row = next(line for line in text.splitlines() if line.startswith("torch AdamW, fused"))
+    assert float(row.split()[-1]) > 10
+
+
 def test_the_quickstart_is_planned_too(capsys):
     main(["plan", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--json", "--methods", "adamw"])
     found = json.loads(capsys.readouterr().out)
