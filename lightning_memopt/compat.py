@@ -453,6 +453,14 @@ CASES = (
         strategies=_SHARDED,
     ),
     Case(
+        "shards toggled while their weights are gathered",
+        "refused",
+        "FSDP2 does not notice that requires_grad of a shard changes between its gathering and the backward pass. In "
+        "manual optimization, leave sharding to the strategy, or call fully_shard with reshard_after_forward=True for "
+        "roots as well.",
+        strategies=_SHARDED,
+    ),
+    Case(
         "CPU offload",
         "refused",
         "the update runs on the device, where states and weights must be. Leave out offload_policy.",

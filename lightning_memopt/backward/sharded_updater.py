@@ -37,6 +37,7 @@ from lightning_memopt.backward.sharded_slot import ShardedSlot, part_kept
 from lightning_memopt.backward.shipping import Parcel, Shipping
 from lightning_memopt.backward.slot import Lookup, Slot, versions_of
 from lightning_memopt.backward.traffic import Route, Way, said
+from lightning_memopt.compat import refusal
 from lightning_memopt.kernels import Factors, Update, apply_gradient, apply_gradients, apply_slabs
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.reference import compute_dtype
@@ -72,7 +73,8 @@ class ShardedUpdater(ShardedKeeper):
         self._outcomes: list[tuple[Slot, bool]] = []
         self._said_plan = False
         self._ended: list[Answers] = []
-        self._reached: list[int] = []
+        self._reached: dict[int, list[int]] = {}
+        self._trained: dict[Any, bool] = {}  # whether each of FSDP2's parameters was, in the last pass
 
     # ---------------------------------------------------------------- set-up
 
@@ -141,11 +143,20 @@ class ShardedUpdater(ShardedKeeper):
             self._averages.end()
 
     def _freeze_as_gathered(self) -> None:
-        """Freeze or unfreeze shards whose gathered parameter `training_step`, which sees no other, has."""
+        """Freeze or unfreeze shards whose gathered parameter `training_step`, which sees no other, has.
+
+        Raises:
+            UnsupportedError: It is the shard that was changed since, which the forward pass did not notice.
+        """
         for param in (param for groups in self._units.values() for group in groups for param in group.fsdp_params):
-            gathered = param.sharded_state == ShardedState.UNSHARDED
-            if gathered and param.sharded_param.requires_grad != param._unsharded_param.requires_grad:
-                param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+            trained = param.sharded_param.requires_grad
+            if param.sharded_state == ShardedState.UNSHARDED and param._unsharded_param.requires_grad != trained:
+                if self._trained.get(param, trained) != trained:
+                    names = (slot.name for slot in self.slots.values() if slot.param is param.sharded_param)
+                    raise refusal("shards toggled while their weights are gathered", next(names, ""))
+                trained = param._unsharded_param.requires_grad
+                param.sharded_param.requires_grad_(trained)
+            self._trained[param] = trained
 
     def _ready(self, slot: Slot) -> None:
         """This rank's part of the gradient is complete, or one of its parts in a nested pass."""
@@ -264,14 +275,17 @@ class ShardedUpdater(ShardedKeeper):
         A rank that has those of its last pass goes on where hosts run ahead, and hears of the others in the next one.
         """
         assert self.ranks is not None and self.peers is not None and self._shipping is not None
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or not (self.queueing or self.stepping):
             return
-        slots = list(self.slots.values())
+        slots, mine = list(self.slots.values()), self._stepping
         parts = [slots[at : at + BITS] for at in range(0, len(slots), BITS)]
-        missing = [sum((not slot.ready) << i for i, slot in enumerate(part)) for part in parts]
+        missing = [
+            sum((not slot.ready and mine in (None, slot.optimizer)) << i for i, slot in enumerate(part))
+            for part in parts
+        ]
         items = [Item(number << BITS | bits) for number, bits in enumerate(missing)]
         answers = [self.peers.announce(REACHED, *items[at : at + ITEMS]) for at in range(0, len(items), ITEMS)]
-        before, self._reached = self._reached, missing
+        before, self._reached[id(mine)] = self._reached.get(id(mine)), missing
         if self._shipping.ahead and before == missing:
             self._ended += answers
             return

@@ -144,7 +144,7 @@ def _factors(pointers, valid):
 
 @triton.jit
 def _usable(raw, SHARED: tl.constexpr):
-    """Which gradient elements take part; computed where it is looked at, which is hardly ever."""
+    """Which gradient elements take part; computed only where tiles are not plain."""
     return codes.below_limit(raw) if SHARED else tiles.finite(raw)
 
 
@@ -191,8 +191,8 @@ def step(
         old1, unit1 = load(values[1], scales[1], at, start, place, valid, bend, KINDS[1], SECOND)
     if len(KINDS) > 2:
         old2, unit2 = load(values[2], scales[2], at, start, place, valid, bend, KINDS[2], _BLOCK)
-    # What is true of nearly all tiles is taken for granted, so that no branch keeps a load from being asked for early;
-    # one operation per element tells whether it is.
+    # Without value clipping and coupled decay nearly all tiles are plain. That is taken for granted, so that no branch
+    # keeps a load from being asked for early; one operation per element tells whether it is so.
     w, g = old * common[3], raw * common[0] * _factors(factor_ptr, valid)
     g2 = g * g
     if SHARED:

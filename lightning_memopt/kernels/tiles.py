@@ -7,8 +7,8 @@ A tile function takes float32 tiles of any shape and layout and returns the upda
 with the weight after decay, the gradient after `prepare`, the squared gradient (or its mean over a block), the rule's
 moments in the order of `Rule.moments` (moments a rule does not have are passed through), and `s`, the rule's own
 scalars in the order of `Rule.scalar_names`. Each is the formula of the rule of that name in `lightning_memopt.rules`.
-A kernel calls, in this order: `scalars` once, then per tile `finite`, `prepare`, the tile function, `random_bits` and
-`round_bf16`.
+A kernel calls, in this order: `scalars` once, then per tile `is_plain` and `small_enough`, and where these fail
+`finite` and `prepare`, the tile function, `random_bits` and `round_bf16`.
 
 What goes in may come in `units`: the gradient is units[0] * g, its square units[1] * g2, moment i units[2 + i] * mi;
 what comes out is in none. A tile function multiplies units by its scalars before either meets a tile, so a unit that is
@@ -130,6 +130,7 @@ def random_bits_of_runs(key, start, aligned, WIDTH: tl.constexpr):
     not see otherwise which of a thread's are alike.
     """
     if aligned:
+        tl.static_assert(_SHARED & 0b1111 == 0b1001)
         parts: tl.constexpr = (WIDTH // 16, 2, 4, 2)
         sixteen = tl.arange(0, WIDTH // 16)[:, None, None, None] * 16
         hashed = sixteen + tl.arange(0, 4)[None, None, :, None] * 2

@@ -111,6 +111,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         self._names_before: dict[nn.Parameter, str] = {}
         self._peers: Peers | None = None
         self._ranks: Ranks | None = None
+        self._fitting = False
         self._in_step = False  # of the module, as its forward pass
         self._outside: RemovableHandle | None = None
         self._near = False  # whether all ranks can read each other's memory
@@ -153,16 +154,18 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
             # A step runs as the module's forward pass, so that the whole of it may use the root's weights. In manual
             # optimization it holds backward passes too; there each child is a root, gathered when it is called.
             roots = [module] if module.automatic_optimization else _children_with_parameters(module)
-            # These are freed after it, as one that no backward pass follows would stay gathered while it is toggled.
+            # These, and all blocks, are freed after it: what no backward pass follows would stay gathered while it is
+            # toggled.
             keep = module.automatic_optimization
-            sharding.shard(roots, self._mesh, self.wrap, self.reshard_after_forward, self._place, keep)
+            sharding.shard(roots, self._mesh, self.wrap, self.reshard_after_forward or not keep, self._place, keep)
         self._outside = module.register_forward_hook(lambda *_: self._free_outside_of_steps())
         _materialize_distributed_module(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.barrier()
         self._use_peer_memory(module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -241,19 +244,23 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
             self.weights_changed()
 
     def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """A step without backward pass, after which no weight stays gathered, but the module's parameters are shards.
+        """A step without backward pass, after which, while fitting, all of the module's parameters are shards.
 
         A callback that froze or wrote gathered ones would do so in vain.
         """
         output = self._redirected(method, *args, **kwargs)
-        self.weights_changed()
+        if self._fitting:
+            self.weights_changed()
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's, as its forward pass."""
         assert self._peers is not None
         with self._peers.explained(), self.precision_plugin.train_step_context():
-            return self._redirected("training_step", *args, **kwargs)
+            output = self._redirected("training_step", *args, **kwargs)
+            if output is None:  # there is no backward pass that would free what is gathered
+                self.weights_changed()
+            return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As for one device; an error that another rank caused says so."""

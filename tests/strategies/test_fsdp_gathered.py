@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from sharded import Deep, Ranks, data, furthest, train, train_plain
 
 import lightning_memopt as memopt
+from lightning_memopt.compat import CASES
 
 
 class Validates(Module):
@@ -71,6 +72,30 @@ def trained(net: Any) -> list[Any]:
     return [param for param in net.parameters() if param.requires_grad]
 
 
+class Skips(Module):
+    """Has no loss in its first step, which leaves gathered what its forward pass used."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx else None
+
+
+class WritesOnce(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.mul_(0.5)
+
+
+def test_a_step_without_loss_leaves_nothing_gathered(one: Ranks) -> None:
+    """Lightning knows such steps on one device only."""
+    make = partial(Skips, net=Deep)
+    plain = train_with(train_plain, make, WritesOnce)
+    sharded = one(train_with, train, make, WritesOnce)
+    assert furthest(plain, sharded[0]) <= 1e-5
+
+
 AFTER: dict[str, tuple[type[pl.Callback], dict[str, Any]]] = {
     "writes": (Halves, {"val_check_interval": 2}),
     "swaps": (Swaps, {"val_check_interval": 2}),
@@ -114,16 +139,19 @@ def test_frozen_in_the_step_for_good(two: Ranks, options: dict[str, Any]) -> Non
 
 
 class Toggles(Module):
-    """As Lightning's own example of two optimizers."""
+    """As Lightning's own example of two optimizers; or the critic, which is not the first optimizer's, comes first."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, critic_first: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.automatic_optimization = False
-        self.generator, self.critic = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)
+        self.automatic_optimization, self.critic_first = False, critic_first
+        blocks = (torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh()) for _ in range(2))
+        self.generator = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Sequential(*blocks))
+        self.critic = torch.nn.Linear(7, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0].float() / 5
-        for optimizer, trains in zip(self.optimizers(), (True, False), strict=True):
+        phases = list(zip(self.optimizers(), (True, False), strict=True))
+        for optimizer, trains in reversed(phases) if self.critic_first else phases:
             self.toggle_optimizer(optimizer)
             y = self.generator(x)
             with memopt.fused_step(optimizer):
@@ -136,11 +164,33 @@ class Toggles(Module):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.critic)]
 
 
+class TogglesItsOwn(Toggles):
+    """Sharded by FSDP2's defaults, which leave roots gathered."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for net in (self.generator, self.critic):
+            fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+
 def net_of_nothing() -> torch.nn.Module:
     return torch.nn.Identity()
 
 
-def test_toggled_optimizers(two: Ranks) -> None:
-    make = partial(Toggles, net=net_of_nothing)
-    plain, sharded = train_plain(make, max_steps=8), two(train, make, max_steps=8)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("critic_first", [False, True])
+def test_toggled_optimizers(two: Ranks, critic_first: bool, reshard: bool) -> None:
+    make = partial(Toggles, critic_first, net=net_of_nothing)
+    plain, sharded = train_plain(make, max_steps=8), two(train, make, {"reshard_after_forward": reshard}, max_steps=8)
     assert furthest(plain, sharded[0]) <= 1e-5
+
+
+def test_toggled_optimizers_of_a_module_that_shards_itself(two: Ranks) -> None:
+    """Exact, unless a network is trained that a pass of the same step left gathered while it was frozen."""
+    exact, wrong = (partial(TogglesItsOwn, critic_first, net=net_of_nothing) for critic_first in (False, True))
+    plain, sharded = train_plain(partial(Toggles, net=net_of_nothing), max_steps=8), two(train, exact, max_steps=8)
+    assert furthest(plain, sharded[0]) <= 1e-5
+    (message,) = (case.message for case in CASES if case.feature == "shards toggled while their weights are gathered")
+    for error in two.attempt(train, wrong, max_steps=8):
+        assert isinstance(error, memopt.UnsupportedError) and "generator." in str(error) and message in str(error)
