@@ -112,11 +112,11 @@ class ShardedUpdater(ShardedKeeper):
             return "the end of the step" if kind == END else "the beginning of a backward pass"
         if number == NOTHING:
             return "no further layer"
-        if kind == REACHED:
-            names = [slot.name for slot in self.slots.values()][(number >> BITS) * BITS :]
-            missing = [name for i, name in enumerate(names[:BITS]) if number >> i & 1]
-            return f"no gradient of {', '.join(missing)}" if missing else "all gradients"
         names = [slot.name for slot in self.slots.values()]
+        if kind == REACHED:
+            first = (number >> BITS) * BITS
+            missing = [name for i, name in enumerate(names[first : first + BITS]) if number >> i & 1]
+            return f"no gradient of {', '.join(missing)}" if missing else "all gradients"
         return names[number] if number < len(names) else "another parameter"
 
     # ---------------------------------------------------------------- a backward pass

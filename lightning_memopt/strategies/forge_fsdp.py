@@ -168,7 +168,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _use_peer_memory(self, module: nn.Module) -> None:
