@@ -51,8 +51,9 @@ def test_fused_runs_equal_plain_ones(options: dict[str, Any]) -> None:
         if "codebook" in a:
             assert torch.equal(a["codebook"], b["codebook"])
             codes = (a["exp_avg"].view(torch.int8).int() - b["exp_avg"].view(torch.int8).int()).abs()
-            # Sums in another order, which depends on the processor, tip a code; after some steps rarely one tips twice.
-            assert codes.max() <= 2 and codes.float().mean() < 0.01
+            # Sums over micro-batches and norms have another order, by processor: rarely a code tips twice.
+            assert codes.max() <= (2 if options and "gradient_clip_algorithm" not in options else 1)
+            assert codes.float().mean() < 0.01
 
 
 @pytest.mark.parametrize("kernel", ["reference", "two_pass"])

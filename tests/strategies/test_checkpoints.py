@@ -93,8 +93,9 @@ def test_state_is_torchs_own(optimizer: str) -> None:
     for i, entries in plain["state"].items():
         for key, value in entries.items():
             if value is not None:
-                # The order of sums depends on the processor: where they nearly cancel, up to 2e-6 remain.
-                torch.testing.assert_close(fused["state"][i][key], value, rtol=1e-4, atol=4e-6)
+                # A quotient of sums, whose order depends on the processor: where they nearly cancel, up to 2e-6 remain.
+                atol = 4e-6 if optimizer == "rmsprop_momentum" else 1e-6
+                torch.testing.assert_close(fused["state"][i][key], value, rtol=1e-4, atol=atol)
 
 
 def test_new_parameters_of_a_longer_optimizer(tmp_path: Path) -> None:
