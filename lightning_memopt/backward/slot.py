@@ -44,7 +44,8 @@ class Slot:
         versions: Of each pair of factors, how often they had been changed in place when they were queued.
         lookups: (dY, indices, padding index or -1) of look-ups whose backward has run.
         lookup_versions: The same of each dY of these.
-        buffer: float32 (float64) sum of folded factors, shape of the weight.
+        buffer: What factors were folded into, shape of the weight: a sum in float32 (float64), or one product in the
+            weight's own precision.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
         entire: The weight is dense and not a shard.
@@ -202,7 +203,7 @@ class Slot:
         for dy, indices, padding in self.lookups:
             rows, dtype = len(self.weight), compute_dtype(self.param)
             part = embedding_gradient(indices, dy, rows, dtype, None if padding < 0 else padding)
-            self.buffer = part if self.buffer is None else self.buffer.add_(part)
+            self.buffer = part if self.buffer is None else self._as_sum(self.buffer).add_(part)
         self.lookups, self.lookup_versions = [], []
 
     def hold_gradient(self) -> None:
@@ -266,13 +267,14 @@ class Slot:
     def stored(self) -> Tensor | None:
         """What is stored of the gradient at full shape."""
         if self.buffer is not None and self.grad is not None:
-            self.buffer, self.grad = self.buffer.add_(self.grad), None
+            self.buffer, self.grad = self._as_sum(self.buffer).add_(self.grad), None
         return self.grad if self.buffer is None else self.buffer
 
-    def fold(self, always: bool = False) -> bool:
-        """Turn factors into one accumulated gradient, if they take more memory than it does (or already did).
+    def fold(self) -> bool:
+        """Turn factors into one stored gradient, if they take more memory than it does (or already did).
 
-        Factors cost tokens · (in + out) elements, the gradient in · out.
+        Factors cost tokens · (in + out) elements, the gradient in · out. That of a single use is stored as autograd
+        would, in the weight's own precision; what further ones are added to, in `compute_dtype`.
 
         Returns:
             Whether this was the first fold of the step.
@@ -283,28 +285,40 @@ class Slot:
         held = sum(part.numel() * part.element_size() for pair in self.factors for part in pair)
         held += sum(dy.numel() * dy.element_size() for dy, *_ in self.lookups)
         if self.sparse is not None and self.sparse.accumulates:
-            if held <= self.sparse.own * dtype.itemsize and self.sparse.buffer is None and not always:
+            if held <= self.sparse.own * dtype.itemsize and self.sparse.buffer is None:
                 return False
             self._check_inputs()
             first = self.sparse.fold(self.factors, dtype)
             self.factors, self.versions = [], []
             return first
-        limit = self.worth * weight.numel() * dtype.itemsize
-        if held <= limit and self.buffer is None and not always:
+        first, alone = self.buffer is None, self._alone
+        limit = weight.numel() * (weight.element_size() if alone else self.worth * dtype.itemsize)
+        if held <= limit and first:
             return False
         self._check_inputs()
-        first = self.buffer is None
-        if self.buffer is None and len(self.factors) == 1:
-            (dy, x), self.factors = self.factors[0], []
-            self.buffer = matmul(dy.t(), x, dtype)
-        elif self.buffer is None:
-            self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        rows = slab_rows(weight.shape[1], weight.device)
-        for start, stop, slab in slabs(self.factors, None, dtype, rows) if self.factors else ():
-            self.buffer[start:stop] += slab
+        if first and len(self.factors) == 1:
+            ((dy, x),) = self.factors
+            self.buffer = matmul(dy.t(), x, weight.dtype if alone else dtype)
+        elif self.factors:
+            if self.buffer is None:
+                self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+            self.buffer = self._as_sum(self.buffer)
+            for start, stop, slab in slabs(self.factors, None, dtype, slab_rows(weight.shape[1], weight.device)):
+                self.buffer[start:stop] += slab
         self.factors, self.versions = [], []
         self.fold_lookups()
         return first
+
+    def _as_sum(self, buffer: Tensor) -> Tensor:
+        """The buffer, in the precision of what can be added to."""
+        return buffer.to(compute_dtype(self.param))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the factors of one use are all that there is of the step's gradient, as far as is known."""
+        if self.updater.queueing or self.lookups or self.buffer is not None or self.grad is not None:
+            return False
+        return len(self.factors) == 1 and self.factors[0][0].dtype == self.weight.dtype
 
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""

@@ -348,7 +348,7 @@ class Updater(SlotUpdater):
             out, inputs = slot.param.shape
             rank_zero_info(
                 f"{slot.name} [{out}, {inputs}] sees more tokens per step than its factors are worth keeping; its "
-                "gradient is accumulated in one buffer instead, and so are those of other such layers."
+                "gradient is stored until the update instead, and so are those of other such layers."
             )
 
     def _end_pass(self) -> None:

@@ -99,7 +99,7 @@ class _Slot:
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the pair, or hand it on to where those of all devices meet."""
         if self.updater.exchanged is None:
-            self._keep((dy, x), self._gradient_bytes)
+            self._keep((dy, x), self.param.numel() * self._precision(dy).itemsize)
         else:
             self.updater.exchanged.send(self, dy, x)
         return True
@@ -116,7 +116,7 @@ class _Slot:
             return
         if self.folded or pair is None or (earlier + 1) * sum(t.nbytes for t in pair) > most:
             if not self.folded:
-                self._fold()
+                self._fold(self._precision(None if pair is None else pair[0]))
             return
         self.updater.hold(pair)
         if not self.updater.keep:
@@ -125,20 +125,20 @@ class _Slot:
             self.updater.live.relabel(tensor, "factors")
         self.updater.kept.append(pair)
 
-    @property
-    def _gradient_bytes(self) -> int:
-        """Of the weight's gradient as sums of it are kept."""
-        return self.param.numel() * compute_dtype(self.param).itemsize
+    def _precision(self, dy: Tensor | None) -> torch.dtype:
+        """Of the gradient where it is stored: see `lightning_memopt.backward.slot.Slot.fold`."""
+        alone = not self.updater.earlier and dy is not None and dy.dtype == self.param.dtype
+        return self.param.dtype if alone else compute_dtype(self.param)
 
-    def _fold(self) -> None:
+    def _fold(self, dtype: torch.dtype) -> None:
         """Keep the gradient from now on; where there were micro-batches before, it has been there all along."""
         self.folded = True
         if self.updater.earlier:
-            self.updater.hold(gradient=self._gradient_bytes)
+            self.updater.hold(gradient=self.param.numel() * dtype.itemsize)
             return
-        buffer = torch.empty(self.param.shape, dtype=compute_dtype(self.param), device="meta")
-        self.updater.live.relabel(buffer, "gradients")
-        self.updater.kept.append(buffer)
+        gradient = torch.empty(self.param.shape, dtype=dtype, device="meta")
+        self.updater.live.relabel(gradient, "gradients")
+        self.updater.kept.append(gradient)
 
     def take_lookup(self, dy: Tensor, indices: Tensor, padding_idx: int) -> bool:
         """Keep the looked-up rows' gradient."""

@@ -81,6 +81,13 @@ def test_factors_beyond_the_gradient_are_folded():
     assert (end.gradients, end.factors) == (3 * WEIGHT, 0)
 
 
+@pytest.mark.parametrize(("micro_batches", "itemsize"), [(1, 2), (2, 4)])
+def test_one_product_is_stored_in_the_weights_precision(micro_batches, itemsize):
+    module = Layers().to("meta", torch.bfloat16)
+    end = trace(module, torch.randn(4096, 256, dtype=torch.bfloat16), "deferred", micro_batches=micro_batches).end
+    assert (end.gradients, end.factors) == (3 * 256 * 256 * itemsize, 0)
+
+
 def test_checkpointing_shrinks_activations():
     net = LlamaModule(hidden_size=64, num_layers=4, num_heads=2).to("meta")
     batch = {"input_ids": torch.zeros(2, 64, dtype=torch.int64), "targets": torch.zeros(2, 64, dtype=torch.int64)}

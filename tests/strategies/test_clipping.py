@@ -111,8 +111,8 @@ def test_break_even(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None
     folded: set[str] = set()
     plain_fold = Slot.fold
 
-    def fold(self: Slot, always: bool = False) -> bool:
-        first = plain_fold(self, always)
+    def fold(self: Slot) -> bool:
+        first = plain_fold(self)
         if self.buffer is not None:
             folded.add(self.name)
         return first
@@ -122,6 +122,42 @@ def test_break_even(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": clip}
     assert_equal_runs(make, 1e-12, data=partial(vectors, batch_size=2), precision="64-true", **options)
     assert folded == {"net.narrow.weight"}
+
+
+@pytest.mark.parametrize("passes", ["one", "accumulated", "used_twice"])
+def test_precision_of_a_stored_gradient(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the break-even, one product is stored as autograd stores it, to the bit; sums are in float32."""
+    stored: list[torch.Tensor] = []
+    plain_collect = Slot.collect
+
+    def collect(self: Slot) -> Any:
+        if self.name == "net.narrow.weight":
+            assert self.buffer is not None
+            stored.append(self.buffer)
+        return plain_collect(self)
+
+    class Twice(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.wide(x))
+            return self.narrow(hidden) + self.narrow(hidden.square())
+
+    class Plain(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            self.grad = module.net.narrow.weight.grad
+
+    make = partial(Module, net=Twice if passes == "used_twice" else Layers, loss=square_loss)
+    batches = 3 if passes == "accumulated" else 1
+    options = {"max_steps": 1, "accumulate_grad_batches": batches, "precision": "bf16-true"}
+    plain = Plain()
+    fit(make(), "auto", data=vectors(), callbacks=[plain], **options)
+    monkeypatch.setattr(Slot, "collect", collect)
+    fit(make(), memopt.ForgeStrategy(), data=vectors(), gradient_clip_val=ALWAYS, **options)
+    (grad,) = stored
+    assert grad.dtype == (torch.bfloat16 if passes == "one" else torch.float32)
+    if passes == "one":
+        assert torch.equal(grad, plain.grad)
+    else:
+        torch.testing.assert_close(grad, plain.grad.float(), rtol=0.02, atol=0.02 * float(plain.grad.abs().max()))
 
 
 def test_queue_does_not_outlive_the_step() -> None:
