@@ -41,7 +41,7 @@ def test_every_rule_and_format(rule, dtype, moment_dtype, rounding, device) -> N
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw8bit", "gefen", "gefen-64"])
 @pytest.mark.parametrize(
-    "shape", [(1,), (), (129,), (33, 128), (64, 64), (65, 64), (40, 200), (16, 32, 3, 3), (5000, 1), (0, 4)]
+    "shape", [(1,), (), (129,), (33, 128), (64, 64), (65, 64), (40, 200), (16, 32, 3, 3), (600, 1), (0, 4)]
 )
 def test_shapes(rule, shape, device) -> None:
     torch.manual_seed(1)
