@@ -1,4 +1,4 @@
-"""Memory that exact norm clipping holds, over tokens per step: factors, one buffer per layer, and what is chosen.
+"""Memory that exact norm clipping holds, over tokens per step: factors, stored gradients, and what is chosen.
 
 ``python -m benchmarks.clipping_memory`` writes ``docs/clipping.png`` and ``benchmarks/results/clipping_memory.csv``.
 Computed from shapes (Llama-3.1-8B, bf16), by the rule of `lightning_memopt.backward.slot.Slot.fold`; nothing is timed.
@@ -15,16 +15,16 @@ BLOCKS, HIDDEN, FFN, KV, VOCAB = 32, 4096, 14336, 1024, 128256
 LAYERS = [(HIDDEN, HIDDEN, False), (KV, HIDDEN, True), (KV, HIDDEN, True), (HIDDEN, HIDDEN, False)]
 LAYERS += [(FFN, HIDDEN, False), (FFN, HIDDEN, True), (HIDDEN, FFN, False)]
 GIB = 2**30
-OPERAND, BUFFER = 2, 4  # bytes: bf16 factors, float32 buffer
+OPERAND = STORED = 2  # bytes of an element in bf16, of factors and of a gradient
 
 
 def held(tokens: int, choose: bool) -> float:
-    """Bytes waiting at the end of a backward pass; with `choose`, a layer past its break-even holds a buffer."""
+    """Bytes waiting at the end of a backward pass; with `choose`, a layer past its break-even holds its gradient."""
     total = 0
     for out, inputs, shared in LAYERS * BLOCKS + [(VOCAB, HIDDEN, False)]:
         factors = tokens * (out + inputs) * OPERAND
-        if choose and factors > out * inputs * BUFFER:
-            total += out * inputs * BUFFER
+        if choose and factors > out * inputs * STORED:
+            total += out * inputs * STORED
         else:
             total += tokens * (out + (0 if shared else inputs)) * OPERAND
     return total
@@ -44,8 +44,7 @@ def main() -> None:
             "tokens": t,
             "factors_gib": round(held(t, False) / GIB, 3),
             "chosen_gib": round(held(t, True) / GIB, 3),
-            "bf16_gradients_gib": round(weights * 2 / GIB, 3),
-            "float32_buffers_gib": round(weights * BUFFER / GIB, 3),
+            "gradients_gib": round(weights * STORED / GIB, 3),
         }
         for t in tokens
     ]
@@ -56,8 +55,7 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     for column, style, label in (
         ("factors_gib", "--", "all factors"),
-        ("float32_buffers_gib", ":", "float32 buffers"),
-        ("bf16_gradients_gib", "-.", "bf16 gradients of a plain run"),
+        ("gradients_gib", "-.", "gradients of a plain run"),
         ("chosen_gib", "-", "what forge holds"),
     ):
         axes.plot(tokens, [row[column] for row in rows], style, label=label)

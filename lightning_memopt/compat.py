@@ -112,7 +112,7 @@ CASES = (
     Case(
         "accumulate_grad_batches",
         "exact",
-        "factors of earlier micro-batches wait for the last; past the break-even, a buffer",
+        "factors of earlier micro-batches wait for the last; past the break-even, their gradient",
     ),
     Case("gradient_clip_val, algorithm 'value'", "exact", "clamped in the kernel"),
     Case(

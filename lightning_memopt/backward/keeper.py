@@ -79,7 +79,8 @@ class SlotKeeper:
     """The part of an `Updater` that knows parameters and states.
 
     Args:
-        state_dtype: Precision of the moments of bf16 weights: that of the weight (torch's own), or float32.
+        state_dtype: Precision of the moments of bf16 weights, and of gradients that wait: that of the weight (torch's
+            own), or float32.
 
     Attributes:
         slots: What is known of each parameter.

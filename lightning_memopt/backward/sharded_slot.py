@@ -81,10 +81,6 @@ class ShardedSlot(Slot):
                 "strategy shard the model, or call fully_shard without a shard_placement_fn."
             )
         self.offset = first * shape[1:].numel()
-        # Sums, too, for no more than a gradient in the weight's own precision, as FSDP2 keeps it. With more tokens than
-        # that, forming the gradient for its norm takes fewer operations than the Gram matrices, and it would be formed
-        # twice.
-        self.worth = self.param.element_size() / compute_dtype(self.param).itemsize
         if len(shape) == 2:
             self.mean = 1 / ranks.size
 
@@ -187,12 +183,7 @@ class ShardedSlot(Slot):
         if self.sparse is not None and self.sparse.accumulates:
             self.sparse.fold_blocks(blocks, compute_dtype(self.weight))
             return
-        weight = self.weight
-        if self.buffer is None:
-            self.buffer = torch.zeros(weight.shape, dtype=compute_dtype(weight), device=weight.device)
-        self.buffer = self._as_sum(self.buffer)
-        for start, stop, block in blocks:
-            self.buffer[start:stop] += block
+        self.add(blocks)
 
     def hold_gradient(self) -> None:
         """Take FSDP2's average as the sum that the other parts are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.kernels.slabs import matmul, slab_rows, slabs
+from lightning_memopt.kernels.sums import add
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -44,14 +45,13 @@ class Slot:
         versions: Of each pair of factors, how often they had been changed in place when they were queued.
         lookups: (dY, indices, padding index or -1) of look-ups whose backward has run.
         lookup_versions: The same of each dY of these.
-        buffer: What factors were folded into, shape of the weight: a sum in float32 (float64), or one product in the
-            weight's own precision.
+        buffer: What factors were folded into, shape of the weight, in the precision `kept`.
+        sums: How often a part was added to it in this step.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
         entire: The weight is dense and not a shard.
         small: A gradient that autograd stores waits for those of other small parameters, to be used with them.
         mean: What the sum of the parts is multiplied by: not 1 where it is a sum over ranks.
-        worth: The part of a gradient's memory from which its factors are not worth keeping.
         offset: Index of `weight`'s first element in the whole parameter.
         sparse: For a sparse weight, its mask and ages; its state then holds active weights only.
         storage: How the moments lie in the state of a weight of that dtype, once asked for (`Updater.storage`).
@@ -77,6 +77,7 @@ class Slot:
     lookups: list[Lookup] = field(default_factory=list)
     lookup_versions: list[Versions] = field(default_factory=list)
     buffer: Tensor | None = None
+    sums: int = 0
     grad: Tensor | None = None
     ready: bool = False
     updated: bool = False
@@ -90,7 +91,6 @@ class Slot:
     row_key: Tensor | None = None
     nonfinite: Tensor | None = None
     mean: float = 1.0
-    worth: float = 1.0
     offset: int = 0
     storage: tuple[torch.dtype, tuple[Storage, ...]] | None = None
     memory: Memory = field(default_factory=Memory)
@@ -203,7 +203,7 @@ class Slot:
         for dy, indices, padding in self.lookups:
             rows, dtype = len(self.weight), compute_dtype(self.param)
             part = embedding_gradient(indices, dy, rows, dtype, None if padding < 0 else padding)
-            self.buffer = part if self.buffer is None else self._as_sum(self.buffer).add_(part)
+            self.add([(0, rows, part)])
         self.lookups, self.lookup_versions = [], []
 
     def hold_gradient(self) -> None:
@@ -267,14 +267,13 @@ class Slot:
     def stored(self) -> Tensor | None:
         """What is stored of the gradient at full shape."""
         if self.buffer is not None and self.grad is not None:
-            self.buffer, self.grad = self._as_sum(self.buffer).add_(self.grad), None
+            self.buffer, self.grad = self.buffer.add_(self.grad), None
         return self.grad if self.buffer is None else self.buffer
 
     def fold(self) -> bool:
         """Turn factors into one stored gradient, if they take more memory than it does (or already did).
 
-        Factors cost tokens · (in + out) elements, the gradient in · out. That of a single use is stored as autograd
-        would, in the weight's own precision; what further ones are added to, in `compute_dtype`.
+        Factors cost tokens · (in + out) elements, the gradient in · out.
 
         Returns:
             Whether this was the first fold of the step.
@@ -291,40 +290,44 @@ class Slot:
             first = self.sparse.fold(self.factors, dtype)
             self.factors, self.versions = [], []
             return first
-        first, alone = self.buffer is None, self._alone
-        limit = weight.numel() * (weight.element_size() if alone else self.worth * dtype.itemsize)
-        if held <= limit and first:
+        first = self.buffer is None
+        if held <= weight.numel() * self.kept.itemsize and first:
             return False
         self._check_inputs()
-        if first and len(self.factors) == 1:
-            ((dy, x),) = self.factors
-            self.buffer = matmul(dy.t(), x, weight.dtype if alone else dtype)
-        elif self.factors:
-            if self.buffer is None:
-                self.buffer = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-            self.buffer = self._as_sum(self.buffer)
-            for start, stop, slab in slabs(self.factors, None, dtype, slab_rows(weight.shape[1], weight.device)):
-                self.buffer[start:stop] += slab
-        self.factors, self.versions = [], []
+        factors, self.factors, self.versions = self.factors, [], []
+        if first and len(factors) == 1 and factors[0][0].dtype == self.kept:
+            ((dy, x),) = factors
+            self.buffer = matmul(dy.t(), x, self.kept)
+        elif factors:
+            self.add(slabs(factors, None, dtype, slab_rows(weight.shape[1], weight.device)))
         self.fold_lookups()
         return first
 
-    def _as_sum(self, buffer: Tensor) -> Tensor:
-        """The buffer, in the precision of what can be added to."""
-        return buffer.to(compute_dtype(self.param))
-
     @property
-    def _alone(self) -> bool:
-        """Whether the factors of one use are all that there is of the step's gradient, as far as is known."""
-        if self.updater.queueing or self.lookups or self.buffer is not None or self.grad is not None:
-            return False
-        return len(self.factors) == 1 and self.factors[0][0].dtype == self.weight.dtype
+    def kept(self) -> torch.dtype:
+        """Precision of a gradient that waits: the weight's, as autograd's, or float32 where moments are in that."""
+        return self.param.dtype if self.updater.state_dtype == "param" else compute_dtype(self.param)
+
+    def add(self, parts: Iterable[tuple[int, int, Tensor]]) -> None:
+        """Add to `buffer`, or begin it.
+
+        Args:
+            parts: First row, row past the last, and what is added to these rows, in `compute_dtype`.
+        """
+        weight, key = self.weight, None
+        if self.buffer is None:
+            self.buffer = torch.zeros(weight.shape, dtype=self.kept, device=weight.device)
+        else:  # a sum of several is rounded several times
+            key, self.sums = self.updater.sum_key(self), self.sums + 1
+        width = weight.shape[1:].numel()
+        for start, stop, part in parts:
+            add(self.buffer[start:stop], part, key, self.offset + start * width)
 
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
         if self.factors or self.lookups:
             self.factors, self.versions, self.lookups, self.lookup_versions = [], [], [], []
-        self.buffer = self.grad = None
+        self.buffer, self.grad, self.sums = None, None, 0
         if self.sparse is not None:
             self.sparse.buffer = self.sparse.stored = None
 

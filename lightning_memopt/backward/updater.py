@@ -42,6 +42,7 @@ from lightning_memopt.backward.slot_updater import SlotUpdater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
+from lightning_memopt.kernels.rounding import rounding_key
 from lightning_memopt.rules import Rule, rule_for
 
 TOO_LATE = (
@@ -65,7 +66,8 @@ class Updater(SlotUpdater):
         rounding: How a bf16 weight is stored.
         kernel: Which kernels to use, see `lightning_memopt.kernels.dispatch`.
         nonfinite: What a non-finite gradient does: stop the run, or leave that update out.
-        state_dtype: Precision of the moments of bf16 weights: that of the weight (torch's own), or float32.
+        state_dtype: Precision of the moments of bf16 weights, and of gradients that wait: that of the weight (torch's
+            own), or float32.
         seed: Seed of stochastic rounding.
 
     Attributes:
@@ -236,12 +238,13 @@ class Updater(SlotUpdater):
                 slot.drop()
 
     @contextmanager
-    def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
+    def backward(self, loss: Tensor, queue: int | None) -> Iterator[None]:
         """Wrap the backward pass of `loss`: inside an armed step, this is where parameters are updated.
 
         Args:
             loss: What ``backward`` is called on.
-            queue: Outside an armed step: the pass is of an earlier micro-batch, whose factors the step will want.
+            queue: Outside an armed step: the pass is of an earlier micro-batch, whose factors the step of this counter
+                will want.
         """
         handle = None
         if loss.grad_fn is not None:
@@ -251,7 +254,9 @@ class Updater(SlotUpdater):
         for slot in self.slots.values():
             slot.ready = False
         self.in_backward = True
-        self.queueing = queue and self._stepping is None
+        self.queueing = queue is not None and self._stepping is None
+        if queue is not None and self.queueing:
+            self._step = queue
         try:
             yield
             self._refuse_broken_pass()
@@ -297,6 +302,16 @@ class Updater(SlotUpdater):
             slot for slot, (grad, version) in before.items() if slot.param.grad is grad and grad._version == version
         }
         self._update_together([slot for slot in reached if slot not in same])
+
+    def sum_key(self, slot: Slot) -> int | None:
+        """Key by which the next sum of a gradient's parts is rounded, or None: to nearest.
+
+        A CUDA graph would repeat the key of the step that was captured.
+        """
+        capturing = slot.param.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.rounding == "nearest" or capturing:
+            return None
+        return rounding_key(self.seed, self._step, f"{slot.name}, sum {slot.sums}")
 
     def takes(self, slot: Slot) -> bool:
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_memopt.backward.scalars import StepScalars
 from lightning_memopt.kernels import Update, apply_gradient
 from lightning_memopt.kernels.dispatch import in_triton
+from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.optim.shards import local, offset, sharded, sum_over_ranks
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.foreign import check_entry
@@ -41,6 +42,14 @@ class _Target:
     sparse: None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What an optimizer keeps between steps, beside its state: tables of scalars, and each parameter's launches."""
+
+    tables: dict[tuple[int, torch.device], StepScalars] = field(default_factory=dict)
+    memories: dict[int, Memory] = field(default_factory=dict)
+
+
 def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     """Take one step of `rule` on every parameter that holds a gradient.
 
@@ -52,7 +61,7 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
         return  # as after a backward pass that took the step
     rule.prepare(optimizer)
-    tables: dict[tuple[int, torch.device], StepScalars] = optimizer.__dict__.setdefault("_tables", {})
+    kept: _Kept = optimizer.__dict__.setdefault("_kept", _Kept())
     first = 0
     for number, group in enumerate(optimizer.param_groups):
         targets = []
@@ -66,18 +75,21 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
         first += len(group["params"])
         for device in {target.param.device for target in targets}:
             here = [target for target in targets if target.param.device == device]
+            rule.settle_all([target.state for target in here])
             # Any number that grows with the steps and survives a checkpoint keeps the random bits fresh.
             taken = max(int(target.state["step"]) for target in here)
-            table = tables.setdefault((number, device), StepScalars(device))
+            table = kept.tables.setdefault((number, device), StepScalars(device))
             table.fill(cast("list[Slot]", here), group["seed"], taken, None)
-            _step([(target, *_update(target)) for target in here])
+            _step([(target, *_update(target, kept)) for target in here])
 
 
 def _step(taken: Sequence[tuple[_Target, Update, Tensor]]) -> None:
     bad = _bad_elsewhere(taken)
-    for target, update, grad in taken:
-        if target not in bad and apply_gradient(update, grad, "auto"):
-            target.rule.advance(target.group, target.state)
+    counted = [
+        target for target, update, grad in taken if target not in bad and apply_gradient(update, grad, "auto")
+    ]
+    if counted:
+        counted[0].rule.advance_all([(target.group, target.state) for target in counted])
 
 
 def _bad_elsewhere(taken: Sequence[tuple[_Target, Update, Tensor]]) -> set[_Target]:
@@ -100,7 +112,7 @@ def _bad_elsewhere(taken: Sequence[tuple[_Target, Update, Tensor]]) -> set[_Targ
     return found
 
 
-def _update(target: _Target) -> tuple[Update, Tensor]:
+def _update(target: _Target, kept: _Kept) -> tuple[Update, Tensor]:
     """The update of this rank's rows, and their gradient."""
     grad = target.param.grad
     assert grad is not None
@@ -126,6 +138,8 @@ def _update(target: _Target) -> tuple[Update, Tensor]:
         row=target.row,
         row_key=target.row_key,
         nonfinite=target.nonfinite,
+        # A parameter may take the place, and the id, of one that is gone: what is remembered is compared at every step.
+        memory=kept.memories.setdefault(id(target.param), Memory()),
     )
     return update, grad
 

@@ -18,7 +18,6 @@ from lightning_memopt.backward.linear import SLOT
 from lightning_memopt.backward.traffic import Way
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.kernels import Factors
-from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.planning.exchanged import Exchanged
 from lightning_memopt.planning.live import Bytes, LiveBytes
 from lightning_memopt.planning.stand_ins import stand_ins
@@ -99,7 +98,7 @@ class _Slot:
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the pair, or hand it on to where those of all devices meet."""
         if self.updater.exchanged is None:
-            self._keep((dy, x), self.param.numel() * self._precision(dy).itemsize)
+            self._keep((dy, x), self.param.nbytes)
         else:
             self.updater.exchanged.send(self, dy, x)
         return True
@@ -116,7 +115,7 @@ class _Slot:
             return
         if self.folded or pair is None or (earlier + 1) * sum(t.nbytes for t in pair) > most:
             if not self.folded:
-                self._fold(self._precision(None if pair is None else pair[0]))
+                self._fold()
             return
         self.updater.hold(pair)
         if not self.updater.keep:
@@ -125,18 +124,13 @@ class _Slot:
             self.updater.live.relabel(tensor, "factors")
         self.updater.kept.append(pair)
 
-    def _precision(self, dy: Tensor | None) -> torch.dtype:
-        """Of the gradient where it is stored: see `lightning_memopt.backward.slot.Slot.fold`."""
-        alone = not self.updater.earlier and dy is not None and dy.dtype == self.param.dtype
-        return self.param.dtype if alone else compute_dtype(self.param)
-
-    def _fold(self, dtype: torch.dtype) -> None:
-        """Keep the gradient from now on; where there were micro-batches before, it has been there all along."""
+    def _fold(self) -> None:
+        """Keep the gradient from now on, in the weight's precision; that of micro-batches has been there all along."""
         self.folded = True
         if self.updater.earlier:
-            self.updater.hold(gradient=self.param.numel() * dtype.itemsize)
+            self.updater.hold(gradient=self.param.nbytes)
             return
-        gradient = torch.empty(self.param.shape, dtype=dtype, device="meta")
+        gradient = torch.empty_like(self.param, device="meta")
         self.updater.live.relabel(gradient, "gradients")
         self.updater.kept.append(gradient)
 

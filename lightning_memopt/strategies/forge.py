@@ -34,7 +34,8 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
         kernel: ``"auto"``, or one of ``"reference"``, ``"two_pass"``, ``"fused"`` for every parameter that allows it.
         nonfinite: What a NaN or infinite gradient does: ``"raise"`` an error that names parameter and step, or
             ``"skip"`` that update and count it in the logs. It never reaches a weight or a state.
-        state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
+        state_dtype: Moments of bf16 weights, and gradients where they have to wait (norm clipping, accumulation), in
+            the weight's precision (``"param"``, as torch) or in ``"float32"``.
         seed: Seed of stochastic rounding.
         checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
             ``["*.layers.*"]`` for the blocks of a transformer.
@@ -145,7 +146,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             output = eager(batch, *rest, **kwargs)
             loss = output["loss"] if isinstance(output, dict) else output
             assert isinstance(loss, Tensor) and self.lightning_module is not None
-            with self.updater.backward(loss, queue=False):
+            with self.updater.backward(loss, queue=None):
                 self.lightning_module.backward(loss)
             self.updater.finish()
             return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)

@@ -53,7 +53,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         kernel: ``"auto"``, or one of ``"reference"``, ``"two_pass"``, ``"fused"`` for every parameter that allows it.
         nonfinite: What a NaN or infinite gradient does: ``"raise"`` an error that names parameter and step, or
             ``"skip"`` that update and count it in the logs. All ranks do the same.
-        state_dtype: Moments of bf16 weights in the weight's precision (``"param"``, as torch) or in ``"float32"``.
+        state_dtype: Moments of bf16 weights, and gradients where they have to wait (norm clipping, accumulation), in
+            the weight's precision (``"param"``, as torch) or in ``"float32"``.
         seed: Seed of stochastic rounding.
         checkpoint: Modules that run again in the backward pass instead of keeping their activations, by name pattern:
             ``["*.layers.*"]`` for the blocks of a transformer.

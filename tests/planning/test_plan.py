@@ -81,11 +81,11 @@ def test_factors_beyond_the_gradient_are_folded():
     assert (end.gradients, end.factors) == (3 * WEIGHT, 0)
 
 
-@pytest.mark.parametrize(("micro_batches", "itemsize"), [(1, 2), (2, 4)])
-def test_one_product_is_stored_in_the_weights_precision(micro_batches, itemsize):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_wait_in_the_weights_precision(micro_batches):
     module = Layers().to("meta", torch.bfloat16)
     end = trace(module, torch.randn(4096, 256, dtype=torch.bfloat16), "deferred", micro_batches=micro_batches).end
-    assert (end.gradients, end.factors) == (3 * 256 * 256 * itemsize, 0)
+    assert (end.gradients, end.factors) == (3 * 256 * 256 * 2, 0)
 
 
 def test_checkpointing_shrinks_activations():
@@ -354,6 +354,8 @@ def sharded():
         for row in csv.DictReader(file):
             if row["part"] == "speed" and row["result"] == "ran":
                 method = names[row["optimizer"]] + ("_clip" if row["clip"] else "")
+                if row["clip"] and row["tokens"] == "2048":
+                    continue  # recorded when gradients of the shard were stored in float32
                 yield int(row["ranks"]), int(row["tokens"]), row["route"], method, float(row["peak_gib"])
 
 
