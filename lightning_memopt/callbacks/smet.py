@@ -275,7 +275,7 @@ class SMET(pl.Callback):
         for layer in self.layers.values():
             layer.zero()
         assert isinstance(trainer.strategy, ForgeMixin)
-        trainer.strategy.weights_changed()
+        trainer.strategy.free_gathered()
 
     def _memory_of_all(self) -> dict[str, int]:
         """As `memory`, over all rows of the weights."""
@@ -339,7 +339,7 @@ class SMET(pl.Callback):
         updater = trainer.strategy.updater
         changes = [layer.change(fraction, event, updater.storage(layer.slot)) for layer in self.layers.values()]
         self._untouched.note(self.layers.values())
-        trainer.strategy.weights_changed()
+        trainer.strategy.free_gathered()
         metrics: dict[str, float | Tensor] = {
             "smet/density": self._density(),
             "smet/pruned": float(sum(change.pruned for change in changes)),

@@ -242,7 +242,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
     def _free_outside_of_steps(self) -> None:
         """A callback has called the module: as after a validation step, none of its weights stays gathered."""
         if not self._in_step and not torch.is_grad_enabled():
-            self.weights_changed()
+            self.free_gathered()
 
     def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """A step without backward pass, after which, while fitting, all of the module's parameters are shards.
@@ -251,7 +251,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         """
         output = self._redirected(method, *args, **kwargs)
         if self._fitting:
-            self.weights_changed()
+            self.free_gathered()
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -260,7 +260,7 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
         with self._peers.explained(), self.precision_plugin.train_step_context():
             output = self._redirected("training_step", *args, **kwargs)
             if output is None:  # there is no backward pass that would free what is gathered
-                self.weights_changed()
+                self.free_gathered()
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -300,8 +300,8 @@ class ForgeFSDPStrategy(ForgeMixin, sharded_checkpoint.CompleteCheckpoints):
             gather_by_collectives(sharding.groups(self.lightning_module))
         super().teardown()
 
-    def weights_changed(self) -> None:
-        """Free what was gathered of the old ones."""
+    def free_gathered(self) -> None:
+        """Free what was gathered of shards, so that what is written to these is seen."""
         assert self.lightning_module is not None
         sharding.reshard(self.lightning_module)
 

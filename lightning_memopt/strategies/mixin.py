@@ -189,8 +189,8 @@ class ForgeMixin(GradientGuards):
         self.updater.drop_queue()
         super().on_exception(exception)
 
-    def weights_changed(self) -> None:
-        """Weights were written outside of a step: drop copies of them."""
+    def free_gathered(self) -> None:
+        """Free copies of weights that were gathered from shards; on one device there are none."""
 
     # ---------------------------------------------------------------- manual optimization
 
