@@ -33,8 +33,9 @@ STEPS = (
     fill(
         "Whole training steps through Lightning's `Trainer`, each method in a process of its own; random weights and "
         "tokens. A step's time is the median, peak memory what torch allocated; *of torch's* is the time as a part of "
-        "torch's fused AdamW at the same number of tokens. Gefen's slowest step, and its profile, are of a step in "
-        "which it learns, which it does after 1, 4, 8, 16, ... steps.",
+        "torch's fused AdamW at the same number of tokens, with ≈ where that was measured in another run, on a host "
+        "that may be quicker or slower. Where Gefen's slowest step takes a second, it learns in it, as it does after "
+        "1, 4, 8, 16, ... steps.",
         120,
     )
     + "\n"
@@ -80,6 +81,8 @@ def brief(root: Path = ROOT) -> str:
     first.sort(key=lambda row: order[row["method"]])
     text = f"A Llama of {int(rows[0]['parameters']) / 1e9:.1f} B parameters in bf16 on one {rows[0]['device']}:"
     parts = [text + "\n", report.summary(first)]
+    if "≈" in parts[1]:
+        parts.append("≈: measured in another run than torch's, on another host.\n")
     largest = root / "benchmarks" / "results" / "bench_largest.csv"
     if largest.is_file() and (good := [row for row in report.read(largest) if row["status"] == "ok"]):
         most = max(good, key=lambda row: int(row["parameters"]))

@@ -291,7 +291,7 @@ def _train(make: Any, strategy: Any, save: Any, inspect: Any, ckpt_path: Any = N
     size = int(os.environ.get("WORLD_SIZE", 1))
     batches = options.pop("batches", 25)
     module = make()
-    trainer = Trainer(strategy=strategy, **(QUIET | {"devices": size, "max_steps": 20} | options))
+    trainer = Trainer(strategy=strategy, **(QUIET | {"devices": size, "max_steps": 12} | options))
     trainer.fit(module, data(size, batches), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)

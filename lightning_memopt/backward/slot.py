@@ -18,8 +18,8 @@ from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import matmul, slab_rows, slabs
-from lightning_memopt.kernels.sums import add
+from lightning_memopt.kernels.slabs import matmul, slabs
+from lightning_memopt.kernels.sums import add, rows_at_a_time
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -299,7 +299,7 @@ class Slot:
             ((dy, x),) = factors
             self.buffer = matmul(dy.t(), x, self.kept)
         elif factors:
-            self.add(slabs(factors, None, dtype, slab_rows(weight.shape[1], weight.device)))
+            self.add(slabs(factors, None, dtype, rows_at_a_time(weight)))
         self.fold_lookups()
         return first
 

@@ -20,7 +20,7 @@ def table(rows: Sequence[Cells], baseline: str = "adamw") -> str:
 
     Lines without numbers say why.
     """
-    base = {row["tokens"]: float(row["step_ms"]) for row in rows if row["method"] == baseline and row["step_ms"]}
+    parts = _parts(rows, baseline)
     lines = [
         "| method | tokens | step ms (fastest to slowest) | of torch's | GPU busy ms | kernels | tokens/s "
         "| peak GiB | reserved GiB | loss at step |",
@@ -31,12 +31,11 @@ def table(rows: Sequence[Cells], baseline: str = "adamw") -> str:
             lines.append(f"| {row['label']} | {row['tokens'] or '-'} | {row['status']} | | | | | | | |")
             continue
         time = f"{number(row['step_ms'])} ({number(row['step_ms_low'])} to {number(row['step_ms_high'])})"
-        ratio = f"{float(row['step_ms']) / base[row['tokens']]:.2f}" if row["tokens"] in base else "-"
         cells = [
             row["label"],
             row["tokens"],
             time,
-            ratio,
+            parts.get((row["method"], row["tokens"]), "-"),
             number(row["gpu_busy_ms"]),
             number(row["kernels"]),
             number(row["tokens_per_s"]),
@@ -51,22 +50,33 @@ def table(rows: Sequence[Cells], baseline: str = "adamw") -> str:
 def summary(rows: Sequence[Cells], baseline: str = "adamw") -> str:
     """One line per method: time, as a part of the baseline's in brackets, and peak memory at each number of tokens."""
     counts = sorted({row["tokens"] for row in rows if row["tokens"]}, key=int)
-    cells = {(row["method"], row["tokens"]): row for row in rows}
+    cells, parts = {(row["method"], row["tokens"]): row for row in rows}, _parts(rows, baseline)
     heads = [head for count in counts for head in (f"{count} tokens: ms (of torch's)", "peak GiB")]
     lines = [f"| method | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
     for method, label in dict.fromkeys((row["method"], row["label"]) for row in rows):
         line = [label]
         for count in counts:
             row = cells.get((method, count))
-            base = cells.get((baseline, count))
             if row is None or row["status"] != "ok":
                 failed = cells.get((method, "")) if row is None else row
                 line += [failed["status"] if failed else "-", "-"]
                 continue
-            part = f" ({float(row['step_ms']) / float(base['step_ms']):.2f})" if base and base["step_ms"] else ""
-            line += [number(row["step_ms"]) + part, number(row["peak_gib"])]
+            part = parts.get((method, count))
+            line += [number(row["step_ms"]) + (f" ({part})" if part else ""), number(row["peak_gib"])]
         lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) + "\n"
+
+
+def _parts(rows: Sequence[Cells], baseline: str) -> dict[tuple[str, str], str]:
+    """Of each method and number of tokens its time as a part of the baseline's; "≈" where that is of another run."""
+    base = {row["tokens"]: row for row in rows if row["method"] == baseline and row["step_ms"]}
+    parts = {}
+    for row in rows:
+        if row["step_ms"] and row["tokens"] in base:
+            other = base[row["tokens"]]
+            part = f"{float(row['step_ms']) / float(other['step_ms']):.2f}"
+            parts[row["method"], row["tokens"]] = part if row["command"] == other["command"] else f"≈ {part}"
+    return parts
 
 
 def number(text: str) -> str:

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.kernels.rounding import round_stochastic
+from lightning_memopt.kernels.slabs import equal_rows, slab_rows
 from lightning_memopt.kernels.sparse import has_triton
+
+# Elements of a product that are formed at a time on a GPU: more than where slabs stay in cache, for fewer launches.
+GPU_ELEMENTS = 1 << 25
+
+
+def rows_at_a_time(total: Tensor) -> int:
+    """Rows of the parts in which a product is added to a matrix of this shape."""
+    rows, columns = total.shape
+    return equal_rows(rows, columns, GPU_ELEMENTS) if total.is_cuda else slab_rows(columns, total.device)
 
 
 def add(total: Tensor, part: Tensor, key: int | None, offset: int) -> None:

@@ -46,8 +46,7 @@ MOMENTS = {
         ("slab_update", "adamw8bit", 256, 90),
         *(("slab_update", "gefen", 512, capability) for capability in (80, 90, 100)),
         ("slab_update", "gefen", 4096, 90),
-        *(("weight_gradient_update", "bf16", 128, capability) for capability in (80, 90, 100)),
-        ("weight_gradient_update", "adamw8bit", 128, 90),
+        *(("weight_gradient_update", "bf16", 128, capability) for capability in (80, 100)),
         ("weight_gradient_update", "gefen", 128, 90),
     ],
 )
