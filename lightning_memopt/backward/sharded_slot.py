@@ -183,7 +183,7 @@ class ShardedSlot(Slot):
         if self.sparse is not None and self.sparse.accumulates:
             self.sparse.fold_blocks(blocks, compute_dtype(self.weight))
             return
-        self.add(blocks)
+        self.add_rows(blocks)
 
     def hold_gradient(self) -> None:
         """Take FSDP2's average as the sum that the other parts are."""

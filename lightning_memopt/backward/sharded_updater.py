@@ -122,14 +122,14 @@ class ShardedUpdater(ShardedKeeper):
     # ---------------------------------------------------------------- a backward pass
 
     @contextmanager
-    def backward(self, loss: Tensor, queue: int | None) -> Iterator[None]:
+    def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
         """As for one device; the ranks say what is to come."""
         path, self.path = self.path, 0
         ended, self._ended = self._ended, []
         for answers in ended:
             answers.wait()
         self._freeze_as_gathered()
-        if self._shipping is None or self._averages is None or not (queue is not None or self.stepping):
+        if self._shipping is None or self._averages is None or not (queue or self.stepping):
             with super().backward(loss, queue):
                 yield
             return

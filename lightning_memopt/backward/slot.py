@@ -18,8 +18,7 @@ from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import matmul, slabs
-from lightning_memopt.kernels.sums import add, rows_at_a_time
+from lightning_memopt.kernels.slabs import matmul, slab_rows, slabs
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -45,8 +44,7 @@ class Slot:
         versions: Of each pair of factors, how often they had been changed in place when they were queued.
         lookups: (dY, indices, padding index or -1) of look-ups whose backward has run.
         lookup_versions: The same of each dY of these.
-        buffer: What factors were folded into, shape of the weight, in the precision `kept`.
-        sums: How often a part was added to it in this step.
+        buffer: What factors were folded into, shape of the weight; where it waits for more, in `kept_dtype`.
         ready: The backward pass now running has delivered all of its uses.
         updated: The step's update has been taken.
         entire: The weight is dense and not a shard.
@@ -77,7 +75,6 @@ class Slot:
     lookups: list[Lookup] = field(default_factory=list)
     lookup_versions: list[Versions] = field(default_factory=list)
     buffer: Tensor | None = None
-    sums: int = 0
     grad: Tensor | None = None
     ready: bool = False
     updated: bool = False
@@ -203,7 +200,7 @@ class Slot:
         for dy, indices, padding in self.lookups:
             rows, dtype = len(self.weight), compute_dtype(self.param)
             part = embedding_gradient(indices, dy, rows, dtype, None if padding < 0 else padding)
-            self.add([(0, rows, part)])
+            self.buffer = part if self.buffer is None else self.buffer.add_(part)
         self.lookups, self.lookup_versions = [], []
 
     def hold_gradient(self) -> None:
@@ -291,43 +288,43 @@ class Slot:
             self.factors, self.versions = [], []
             return first
         first = self.buffer is None
-        if held <= weight.numel() * self.kept.itemsize and first:
+        if held <= weight.numel() * self.kept_dtype.itemsize and first:
             return False
         self._check_inputs()
         factors, self.factors, self.versions = self.factors, [], []
-        if first and len(factors) == 1 and factors[0][0].dtype == self.kept:
+        if first and len(factors) == 1 and factors[0][0].dtype == self.kept_dtype:
             ((dy, x),) = factors
-            self.buffer = matmul(dy.t(), x, self.kept)
+            self.buffer = matmul(dy.t(), x, self.kept_dtype)
         elif factors:
-            self.add(slabs(factors, None, dtype, rows_at_a_time(weight)))
+            self.add_rows(slabs(factors, None, dtype, slab_rows(weight.shape[1], weight.device)))
         self.fold_lookups()
+        assert self.buffer is not None
+        self.buffer = self.buffer.to(self.kept_dtype)
         return first
 
     @property
-    def kept(self) -> torch.dtype:
-        """Precision of a gradient that waits: the weight's, as autograd's, or float32 where moments are in that."""
+    def kept_dtype(self) -> torch.dtype:
+        """Precision of a gradient that waits: the weight's, as autograd's, or `compute_dtype` where moments have it."""
         return self.param.dtype if self.updater.state_dtype == "param" else compute_dtype(self.param)
 
-    def add(self, parts: Iterable[tuple[int, int, Tensor]]) -> None:
+    def add_rows(self, parts: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add to `buffer`, or begin it.
 
         Args:
-            parts: First row, row past the last, and what is added to these rows, in `compute_dtype`.
+            parts: First row, row past the last, and what is added to these rows, in `compute_dtype`. So each sum is
+                rounded once, where autograd rounds what it adds as well.
         """
-        weight, key = self.weight, None
         if self.buffer is None:
-            self.buffer = torch.zeros(weight.shape, dtype=self.kept, device=weight.device)
-        else:  # a sum of several is rounded several times
-            key, self.sums = self.updater.sum_key(self), self.sums + 1
-        width = weight.shape[1:].numel()
+            weight = self.weight
+            self.buffer = torch.zeros(weight.shape, dtype=self.kept_dtype, device=weight.device)
         for start, stop, part in parts:
-            add(self.buffer[start:stop], part, key, self.offset + start * width)
+            self.buffer[start:stop] += part
 
     def drop(self) -> None:
         """Forget every part of the gradient but ``param.grad``, which belongs to autograd."""
         if self.factors or self.lookups:
             self.factors, self.versions, self.lookups, self.lookup_versions = [], [], [], []
-        self.buffer, self.grad, self.sums = None, None, 0
+        self.buffer = self.grad = None
         if self.sparse is not None:
             self.sparse.buffer = self.sparse.stored = None
 

@@ -42,7 +42,6 @@ from lightning_memopt.backward.slot_updater import SlotUpdater
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UpdateError
 from lightning_memopt.kernels import Kernel, Rounding
-from lightning_memopt.kernels.rounding import rounding_key
 from lightning_memopt.rules import Rule, rule_for
 
 TOO_LATE = (
@@ -238,13 +237,12 @@ class Updater(SlotUpdater):
                 slot.drop()
 
     @contextmanager
-    def backward(self, loss: Tensor, queue: int | None) -> Iterator[None]:
+    def backward(self, loss: Tensor, queue: bool) -> Iterator[None]:
         """Wrap the backward pass of `loss`: inside an armed step, this is where parameters are updated.
 
         Args:
             loss: What ``backward`` is called on.
-            queue: Outside an armed step: the pass is of an earlier micro-batch, whose factors the step of this counter
-                will want.
+            queue: Outside an armed step: the pass is of an earlier micro-batch, whose factors the step will want.
         """
         handle = None
         if loss.grad_fn is not None:
@@ -254,9 +252,7 @@ class Updater(SlotUpdater):
         for slot in self.slots.values():
             slot.ready = False
         self.in_backward = True
-        self.queueing = queue is not None and self._stepping is None
-        if queue is not None and self.queueing:
-            self._step = queue
+        self.queueing = queue and self._stepping is None
         try:
             yield
             self._refuse_broken_pass()
@@ -302,16 +298,6 @@ class Updater(SlotUpdater):
             slot for slot, (grad, version) in before.items() if slot.param.grad is grad and grad._version == version
         }
         self._update_together([slot for slot in reached if slot not in same])
-
-    def sum_key(self, slot: Slot) -> int | None:
-        """Key by which the next sum of a gradient's parts is rounded, or None: to nearest.
-
-        A CUDA graph would repeat the key of the step that was captured.
-        """
-        capturing = slot.param.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.rounding == "nearest" or capturing:
-            return None
-        return rounding_key(self.seed, self._step, f"{slot.name}, sum {slot.sums}")
 
     def takes(self, slot: Slot) -> bool:
         """Whether the backward pass now running may keep the factors of this weight instead of its gradient.

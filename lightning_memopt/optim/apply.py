@@ -85,9 +85,14 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
 
 def _step(taken: Sequence[tuple[_Target, Update, Tensor]]) -> None:
     bad = _bad_elsewhere(taken)
-    counted = [target for target, update, grad in taken if target not in bad and apply_gradient(update, grad, "auto")]
-    if counted:
-        counted[0].rule.advance_all([(target.group, target.state) for target in counted])
+    counted = []
+    try:
+        for target, update, grad in taken:
+            if target not in bad and apply_gradient(update, grad, "auto"):
+                counted.append(target)
+    finally:  # also of those before one that raised
+        if counted:
+            counted[0].rule.advance_all([(target.group, target.state) for target in counted])
 
 
 def _bad_elsewhere(taken: Sequence[tuple[_Target, Update, Tensor]]) -> set[_Target]:

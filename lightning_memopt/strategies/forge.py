@@ -146,7 +146,7 @@ class ForgeStrategy(ForgeMixin, SingleDeviceStrategy):
             output = eager(batch, *rest, **kwargs)
             loss = output["loss"] if isinstance(output, dict) else output
             assert isinstance(loss, Tensor) and self.lightning_module is not None
-            with self.updater.backward(loss, queue=None):
+            with self.updater.backward(loss, queue=False):
                 self.lightning_module.backward(loss)
             self.updater.finish()
             return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)

@@ -180,8 +180,7 @@ class ForgeMixin(GradientGuards):
         """Lightning's backward; inside an armed step it updates the weights."""
         module = self.lightning_module
         assert module is not None
-        queues = module.automatic_optimization and self._queues
-        with self.updater.backward(closure_loss, module.trainer.global_step if queues else None):
+        with self.updater.backward(closure_loss, queue=module.automatic_optimization and self._queues):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

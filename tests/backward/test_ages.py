@@ -48,7 +48,7 @@ class Run:
                 assert torch.equal(ages.table, expected) and ages.rows == layer.ages_of_step().rows
                 tables.append(ages.table)
             loss = self.module(torch.ones(2, 8)).square().sum()
-            with self.updater.backward(loss, queue=None):
+            with self.updater.backward(loss, queue=False):
                 loss.backward()
         self.steps += 1
         return tables

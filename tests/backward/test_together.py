@@ -64,7 +64,7 @@ def test_only_what_a_pass_reached_is_used_at_its_end() -> None:
     with updater.armed(optimizer, 0):
         for param, waits in ((module.a, True), (module.b, False)):
             loss = param.sum() * 0.5
-            with updater.backward(loss, queue=None):
+            with updater.backward(loss, queue=False):
                 loss.backward()
                 assert module.a.grad is None, "used when backward returns"
             assert (module.b.grad is not None) == waits
@@ -78,7 +78,7 @@ def test_a_second_pass_is_refused() -> None:
     with pytest.raises(UpdateError, match="another gradient"), updater.armed(optimizer, 0):
         for _ in range(2):
             loss = module.a.sum()
-            with updater.backward(loss, queue=None):
+            with updater.backward(loss, queue=False):
                 loss.backward()
 
 

@@ -24,7 +24,6 @@ HERE = Path(__file__).parent
         "test_embedding.py",
         "test_gram.py",
         "test_sparse.py",
-        "test_sums.py",
     ],
 )
 def test_interpreted(module) -> None:

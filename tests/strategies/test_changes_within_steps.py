@@ -262,7 +262,7 @@ def test_a_change_after_a_first_update_is_refused() -> None:
     with pytest.raises(UpdateError, match="has updated weights already"), updater.armed(optimizer, 0):
         for param in (net.scale, net.seldom):
             loss = param.sum()
-            with updater.backward(loss, queue=None):
+            with updater.backward(loss, queue=False):
                 loss.backward()
             optimizer.param_groups[0]["lr"] = 0.5
 
@@ -276,7 +276,7 @@ def test_a_step_that_closes_reads_nothing_anew(monkeypatch: pytest.MonkeyPatch) 
     updater.attach(net, [optimizer])
     with updater.armed(optimizer, 0):
         loss = net(torch.ones(2, 8)).sum()
-        with updater.backward(loss, queue=None):
+        with updater.backward(loss, queue=False):
             loss.backward()
         updater.finish()
         before = len(reads)

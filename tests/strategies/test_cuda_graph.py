@@ -142,7 +142,7 @@ def test_a_capture_that_breaks_off_counts_nothing(sparse: bool) -> None:
 
     def step(batch: torch.Tensor) -> None:
         loss = module.net(batch).sum()
-        with updater.backward(loss, queue=None):
+        with updater.backward(loss, queue=False):
             loss.backward()
 
     batch = torch.ones(2, 8)
@@ -169,7 +169,7 @@ def test_a_replay_counts_what_the_capture_did_not() -> None:
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = module.net(batch).sum()
-        with updater.backward(loss, queue=None):
+        with updater.backward(loss, queue=False):
             loss.backward()
         updater.finish()
         return loss.detach()
@@ -272,7 +272,7 @@ def test_a_step_that_collects_gradients_runs_eagerly(captured: list[Stub]) -> No
         with updater.armed(optimizer, number):
             graph = graphs.graph_for(1, lambda batch: None)
             loss = module(torch.randn(4, 8)).square().sum()
-            with updater.backward(loss, queue=None):
+            with updater.backward(loss, queue=False):
                 loss.backward()
         return graph
 
@@ -302,7 +302,7 @@ def test_a_state_that_is_never_final_is_named_once(monkeypatch: pytest.MonkeyPat
         with updater.armed(optimizer, step):
             assert graphs.graph_for(1, lambda batch: None) is None
             loss = module["used"](torch.randn(4, 64)).square().sum()
-            with updater.backward(loss, queue=None):
+            with updater.backward(loss, queue=False):
                 loss.backward()
     (line,) = said
     assert "idle.weight" in line and "Freeze it" in line

@@ -90,7 +90,7 @@ def left(way: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("way", [COPIES, COLLECTIVES])
 def test_nothing_stays_gathered(two: Ranks, way: dict[str, Any]) -> None:
     """What was gathered ahead in vain is freed with the backward pass."""
-    assert two(left, way)[0]["said"] == [0] * 20
+    assert two(left, way)[0]["said"] == [0] * 12
 
 
 def fall(dy: Tensor) -> None:
