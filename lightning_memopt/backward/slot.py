@@ -18,7 +18,7 @@ from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.kernels.reference import compute_dtype
-from lightning_memopt.kernels.slabs import matmul, slab_rows, slabs
+from lightning_memopt.kernels.slabs import slab_rows, slabs
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
 
@@ -292,10 +292,10 @@ class Slot:
             return False
         self._check_inputs()
         factors, self.factors, self.versions = self.factors, [], []
-        if first and len(factors) == 1 and factors[0][0].dtype == self.kept_dtype:
-            ((dy, x),) = factors
-            self.buffer = matmul(dy.t(), x, self.kept_dtype)
-        elif factors:
+        if all(dy.dtype == x.dtype == self.kept_dtype for dy, x in factors):
+            for dy, x in factors:  # the sum is rounded once, where autograd rounds what it adds as well
+                self.buffer = dy.t() @ x if self.buffer is None else self.buffer.addmm_(dy.t(), x)
+        else:
             self.add_rows(slabs(factors, None, dtype, slab_rows(weight.shape[1], weight.device)))
         self.fold_lookups()
         assert self.buffer is not None
@@ -311,8 +311,7 @@ class Slot:
         """Add to `buffer`, or begin it.
 
         Args:
-            parts: First row, row past the last, and what is added to these rows, in `compute_dtype`. So each sum is
-                rounded once, where autograd rounds what it adds as well.
+            parts: First row, row past the last, and what is added to these rows, in `compute_dtype`.
         """
         if self.buffer is None:
             weight = self.weight
