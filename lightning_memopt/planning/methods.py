@@ -49,11 +49,13 @@ class PlannedMethod:
         label: In words.
         route: What becomes of gradients, see `lightning_memopt.planning.trace`.
         holds: Bytes for the module's parameter groups.
+        wide: Gradients of bf16 weights wait in float32 (``state_dtype="float32"``).
     """
 
     label: str
     route: Route
     holds: Callable[[nn.Module, Groups], Holds]
+    wide: bool = False
 
     def clipped(self) -> PlannedMethod:
         """The same where gradients are clipped by norm."""
@@ -109,21 +111,32 @@ def bnb_adamw8bit(module: nn.Module, groups: Groups) -> Holds:
     return Holds(total)
 
 
-def forged(make: MakeOptimizer, module: nn.Module, groups: Groups, density: float | None = None) -> Holds:
-    """One of our rules, from the state it creates; with `density`, for the active weights of a sparse run."""
+def forged(
+    make: MakeOptimizer, module: nn.Module, groups: Groups, density: float | None = None, wide: bool = False
+) -> Holds:
+    """One of our rules, from the state it creates.
+
+    Args:
+        make: Makes its optimizer.
+        module: The module.
+        groups: Its parameter groups.
+        density: Of a sparse run, which has state for active weights only.
+        wide: Moments of bf16 weights are in float32.
+    """
     optimizer = make([dict(group) for group in groups])  # an optimizer writes its defaults into its groups
     rule = rule_for(optimizer)
     sparse = {id(layer.weight) for layer in sparse_layers(module).values()} if density is not None else set()
     total = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
+            dtype = torch.float32 if wide and param.dtype == torch.bfloat16 else param.dtype
             if id(param) in sparse and density is not None:
                 active, shape = round(density * param.numel()), (param.shape[0], param.shape[1])
-                storage = rule.storage(compact_like(param, active), group, param.dtype)
+                storage = rule.storage(compact_like(param, active), group, dtype)
                 total += size(initial(rule, group, storage, shape, active, density, param))
                 total += sum(metadata_bytes(param.numel(), active).values())
             else:
-                total += size(rule.init_state(param, group, rule.storage(param, group, param.dtype)))
+                total += size(rule.init_state(param, group, rule.storage(param, group, dtype)))
     return Holds(total)
 
 

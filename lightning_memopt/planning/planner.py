@@ -136,13 +136,14 @@ def _plan(
         way=getattr(getattr(strategy, "updater", None), "route", "auto"),
         micro_batches=micro_batches,
     )
-    traces: dict[Route, Trace] = {route: run(route) for route in {method.route for method in chosen.values()}}
+    passes = {(method.route, method.wide) for method in chosen.values()}
+    traces: dict[tuple[Route, bool], Trace] = {(route, wide): run(route, wide=wide) for route, wide in passes}
     count = _batch_size(batch)
     shards = _Shards(module, world_size, wrap)
     lines = []
     for key, method in chosen.items():
         holds = method.holds(module, groups)
-        needs = partial(_peak, shards, traces[method.route], holds)
+        needs = partial(_peak, shards, traces[method.route, method.wide], holds)
         kinds, when = needs(1.0)
         fits = largest = None
         if limit is not None:
@@ -314,19 +315,20 @@ def _configured(
         return None
     name = strategy if isinstance(strategy, str) else getattr(strategy, "strategy_name", "auto")
     route: Route = "stored"
+    wide = False
     kind, options = type(optimizer), optimizer.defaults
     make = partial(_remake, kind, options)
     holds: Any = partial(stepped, make)
     if name.startswith("forge"):
         route = "deferred" if config is not None and _clips_by_norm(config) else "fused"
-        density = None
+        density, wide = None, getattr(getattr(strategy, "updater", None), "state_dtype", "param") == "float32"
         for callback in (config.trainer.callbacks or []) if config is not None else []:
             density = getattr(callback, "density", density) if type(callback).__name__ == "SMET" else density
-        holds = partial(forged, make, density=density)
+        holds = partial(forged, make, density=density, wide=wide)
     elif kind in RULES and kind.__module__.startswith("lightning_memopt"):
         holds = partial(forged, make)
     label = f"this config: {name if isinstance(name, str) else 'auto'}, {kind.__name__}"
-    return PlannedMethod(label, route, holds)
+    return PlannedMethod(label, route, holds, wide)
 
 
 def _remake(kind: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:

@@ -18,6 +18,7 @@ from lightning_memopt.backward.linear import SLOT
 from lightning_memopt.backward.traffic import Way
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.kernels import Factors
+from lightning_memopt.kernels.reference import compute_dtype
 from lightning_memopt.planning.exchanged import Exchanged
 from lightning_memopt.planning.live import Bytes, LiveBytes
 from lightning_memopt.planning.stand_ins import stand_ins
@@ -54,6 +55,7 @@ class Slots:
         keep: Until the end, as under norm clipping.
         exchanged: Where factors come from, if several devices share the module.
         earlier: Micro-batches before the traced one, whose gradients wait for its.
+        wide: Gradients of bf16 weights wait in float32.
 
     Attributes:
         held: What these have left.
@@ -61,8 +63,8 @@ class Slots:
 
     queueing = False  # the traced pass is that of a step
 
-    def __init__(self, live: LiveBytes, keep: bool, exchanged: Exchanged | None, earlier: int) -> None:
-        self.live, self.keep, self.exchanged, self.earlier = live, keep, exchanged, earlier
+    def __init__(self, live: LiveBytes, keep: bool, exchanged: Exchanged | None, earlier: int, wide: bool) -> None:
+        self.live, self.keep, self.exchanged, self.earlier, self.wide = live, keep, exchanged, earlier, wide
         self.kept: list[Any] = []
         self.held = Bytes()
         self._inputs: set[int] = set()
@@ -98,7 +100,7 @@ class _Slot:
     def take(self, dy: Tensor, x: Tensor) -> bool:
         """Keep the pair, or hand it on to where those of all devices meet."""
         if self.updater.exchanged is None:
-            self._keep((dy, x), self.param.nbytes)
+            self._keep((dy, x), self._gradient_bytes)
         else:
             self.updater.exchanged.send(self, dy, x)
         return True
@@ -106,7 +108,7 @@ class _Slot:
     def arrive(self, pair: Factors | None) -> None:
         """Keep the factors of this device's rows, or the gradient of these rows where that is what arrives."""
         assert self.updater.exchanged is not None
-        self._keep(pair, self.param.nbytes // self.updater.exchanged.ranks)
+        self._keep(pair, self._gradient_bytes // self.updater.exchanged.ranks)
 
     def _keep(self, pair: Factors | None, most: int) -> None:
         """Keep the pair, or where those of all micro-batches take more bytes than `most`, the gradient."""
@@ -124,13 +126,22 @@ class _Slot:
             self.updater.live.relabel(tensor, "factors")
         self.updater.kept.append(pair)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of a gradient that waits."""
+        return compute_dtype(self.param) if self.updater.wide else self.param.dtype
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return self.param.numel() * self._dtype.itemsize
+
     def _fold(self) -> None:
-        """Keep the gradient from now on, in the weight's precision; that of micro-batches has been there all along."""
+        """Keep the gradient from now on; that of micro-batches has been there all along."""
         self.folded = True
         if self.updater.earlier:
-            self.updater.hold(gradient=self.param.nbytes)
+            self.updater.hold(gradient=self._gradient_bytes)
             return
-        gradient = torch.empty_like(self.param, device="meta")
+        gradient = torch.empty(self.param.shape, dtype=self._dtype, device="meta")
         self.updater.live.relabel(gradient, "gradients")
         self.updater.kept.append(gradient)
 
@@ -154,6 +165,7 @@ def trace(
     wrap: Sequence[str] | str = "auto",
     way: Way = "auto",
     micro_batches: int = 1,
+    wide: bool = False,
 ) -> Trace:
     """Run ``training_step`` and backward on the meta device.
 
@@ -168,6 +180,7 @@ def trace(
         wrap: What they gather together, see `lightning_memopt.strategies.sharding.find_blocks`.
         way: How they sum gradients, see `lightning_memopt.ForgeFSDPStrategy`.
         micro_batches: Batches of a step, of which the last is traced.
+        wide: Gradients of bf16 weights wait in float32.
 
     Raises:
         MemOptError: The module does something that needs values or a Trainer.
@@ -177,7 +190,7 @@ def trace(
     batch_tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*weights, *batch_tensors], vocab_size)
     exchanged = Exchanged(sharding.parts(module, wrap), ranks, way, live) if ranks > 1 else None
-    slots = Slots(live, route == "deferred", exchanged, micro_batches - 1)
+    slots = Slots(live, route == "deferred", exchanged, micro_batches - 1, wide)
     changed: list[nn.Module] = []
     handles = []
     if route in ("fused", "deferred"):

@@ -86,6 +86,19 @@ def test_gradients_wait_in_the_weights_precision(micro_batches):
     module = Layers().to("meta", torch.bfloat16)
     end = trace(module, torch.randn(4096, 256, dtype=torch.bfloat16), "deferred", micro_batches=micro_batches).end
     assert (end.gradients, end.factors) == (3 * 256 * 256 * 2, 0)
+    rows = torch.randn(4096, 256, dtype=torch.bfloat16)
+    assert trace(module, rows, "deferred", micro_batches=micro_batches, wide=True).end.gradients == 3 * WEIGHT
+
+
+@pytest.mark.parametrize("state_dtype", ["param", "float32"])
+def test_the_strategys_precision_of_state_is_planned(state_dtype):
+    strategy = memopt.ForgeStrategy(state_dtype=state_dtype)
+    module, batch = Layers(), torch.randn(4096, 256)
+    plan = memopt.plan(module, batch, methods=["forge_adamw"], precision="bf16-true", strategy=strategy)
+    itemsize = {"param": 2, "float32": 4}[state_dtype]
+    own, other = (plan[key].bytes.optimizer_state for key in ("configured", "forge_adamw"))
+    assert own == pytest.approx(2 * 3 * 256 * 256 * itemsize, rel=1e-3)
+    assert other == pytest.approx(2 * 3 * 256 * 256 * 2, rel=1e-3)
 
 
 def test_checkpointing_shrinks_activations():
