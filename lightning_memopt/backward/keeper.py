@@ -17,6 +17,7 @@ from lightning_memopt.backward.linear import SLOT, install, remove
 from lightning_memopt.backward.slot import Slot
 from lightning_memopt.compat import refusal
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.kernels.reference import kept_dtype
 from lightning_memopt.rules import Rule, rule_for
 from lightning_memopt.rules.foreign import FOREIGN, check_entry
 from lightning_memopt.rules.storage import Dense, Storage
@@ -355,8 +356,7 @@ class SlotKeeper:
 
     def _storage(self, slot: Slot) -> tuple[Storage, ...]:
         param, group = slot.param, slot.group
-        wide = self.state_dtype == "float32" and param.dtype == torch.bfloat16
-        dtype = torch.float32 if wide else param.dtype
+        dtype = kept_dtype(param, self.state_dtype == "float32")
         if slot.sparse is not None:
             return slot.rule.storage(slot.sparse.like, slot.sparse.scaled(group), dtype)
         return slot.rule.storage(param, group, dtype)

@@ -17,7 +17,7 @@ from lightning_memopt.kernels import Factors, Update
 from lightning_memopt.kernels.active import Ages
 from lightning_memopt.kernels.embedding import embedding_gradient
 from lightning_memopt.kernels.memory import Memory
-from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.reference import compute_dtype, kept_dtype
 from lightning_memopt.kernels.slabs import slab_rows, slabs
 from lightning_memopt.rules import Rule
 from lightning_memopt.rules.storage import Storage
@@ -304,8 +304,8 @@ class Slot:
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """Precision of a gradient that waits: the weight's, as autograd's, or `compute_dtype` where moments have it."""
-        return self.param.dtype if self.updater.state_dtype == "param" else compute_dtype(self.param)
+        """Precision of a gradient that waits: that of moments."""
+        return kept_dtype(self.param, self.updater.state_dtype == "float32")
 
     def add_rows(self, parts: Iterable[tuple[int, int, Tensor]]) -> None:
         """Add to `buffer`, or begin it.

@@ -16,6 +16,11 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
+def kept_dtype(weight: Tensor, wide: bool) -> torch.dtype:
+    """Precision in which a weight's moments and waiting gradients are kept: its own, or float32 for bf16 if `wide`."""
+    return torch.float32 if wide and weight.dtype == torch.bfloat16 else weight.dtype
+
+
 @torch.no_grad()
 def apply_gradient(update: Update, grad: Tensor) -> bool:
     """Take one step on a gradient of the weight's shape.

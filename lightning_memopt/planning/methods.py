@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.kernels.reference import kept_dtype
 from lightning_memopt.optim import AdamW8bit, Gefen, Lion
 from lightning_memopt.planning.live import ROUNDING, LiveBytes
 from lightning_memopt.planning.trace import Route
@@ -129,7 +130,7 @@ def forged(
     total = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            dtype = torch.float32 if wide and param.dtype == torch.bfloat16 else param.dtype
+            dtype = kept_dtype(param, wide)
             if id(param) in sparse and density is not None:
                 active, shape = round(density * param.numel()), (param.shape[0], param.shape[1])
                 storage = rule.storage(compact_like(param, active), group, dtype)

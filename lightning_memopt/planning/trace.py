@@ -18,7 +18,7 @@ from lightning_memopt.backward.linear import SLOT
 from lightning_memopt.backward.traffic import Way
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.kernels import Factors
-from lightning_memopt.kernels.reference import compute_dtype
+from lightning_memopt.kernels.reference import kept_dtype
 from lightning_memopt.planning.exchanged import Exchanged
 from lightning_memopt.planning.live import Bytes, LiveBytes
 from lightning_memopt.planning.stand_ins import stand_ins
@@ -129,7 +129,7 @@ class _Slot:
     @property
     def _dtype(self) -> torch.dtype:
         """Of a gradient that waits."""
-        return compute_dtype(self.param) if self.updater.wide else self.param.dtype
+        return kept_dtype(self.param, self.updater.wide)
 
     @property
     def _gradient_bytes(self) -> int:
