@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 
+# Forked from a process that has imported what takes longest to import, and that has no threads and no GPU.
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "lightning_memopt"])
+
+
 class Ranks:
     """Processes that stay up between calls: starting them takes longer than most tests."""
 
@@ -27,7 +32,6 @@ class Ranks:
 
     def start(self) -> None:
         """Start the processes."""
-        context = mp.get_context("spawn")
         port = _free_port()
         pipes = [context.Pipe() for _ in range(self.size)]
         self.pipes = [ours for ours, _ in pipes]
@@ -44,7 +48,7 @@ class Ranks:
         results = self.attempt(function, *args, **kwargs)
         for rank, result in enumerate(results):
             if isinstance(result, BaseException):
-                raise AssertionError(f"rank {rank}: {''.join(getattr(result, '__notes__', []))}") from result
+                raise AssertionError(f"rank {rank}: {''.join(getattr(result, '__notes__', [str(result)]))}") from result
         return results
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -52,11 +56,12 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         results: list[Any] = []
-        for pipe in self.pipes:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
             try:
                 results.append(pipe.recv() if pipe.poll(120) else TimeoutError("no answer within 120 s"))
             except (EOFError, OSError):
-                results.append(EOFError("the process ended"))
+                process.join(10)
+                results.append(EOFError(f"the process ended with exit code {process.exitcode}"))
         if any(isinstance(result, (TimeoutError, EOFError)) for result in results):
             self.stop()
             self.start()
@@ -89,9 +94,11 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "tests",
     }
+    import faulthandler
     import logging
     import warnings
 
+    faulthandler.enable()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
