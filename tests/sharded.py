@@ -17,7 +17,6 @@ from harness import Module, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-
 # Forked from a process that has imported what takes longest to import, and that has no threads and no GPU.
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "lightning_memopt"])

@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive batches of the same shape: `warmup` of them, then `steps` that are measured or profiled."""
+    """Consecutive steps of the same shape: `warmup` of them, then `steps` that are measured or profiled."""
 
     tokens: int
     warmup: int
@@ -47,12 +47,12 @@ class Phase:
 
     @property
     def measured_from(self) -> int:
-        """Index of the first batch after the warm-up."""
+        """Index of the first step after the warm-up."""
         return self.start + self.warmup
 
     @property
     def last(self) -> int:
-        """Index of the last batch."""
+        """Index of the last step."""
         return self.start + self.warmup + self.steps - 1
 
 
@@ -91,7 +91,7 @@ class Row:
         loss: Training loss of the last measured step.
         loss_step: How many steps were taken by then.
         parameters: Of the model.
-        precision: The Trainer's.
+        precision, accumulate_grad_batches: The Trainer's.
         device, driver, python, torch, triton, lightning, transformers, package: Where, and with what.
         date: UTC.
         command: What wrote the line.
@@ -117,6 +117,7 @@ class Row:
     loss_step: int | None = None
     parameters: int | None = None
     precision: str = ""
+    accumulate_grad_batches: int = 1
     device: str = ""
     driver: str = ""
     python: str = ""

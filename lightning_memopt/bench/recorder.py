@@ -18,7 +18,7 @@ class Recorder(pl.Callback):
     """Sends a row after each phase. Times are from the end of one step to the end of the next, on the device's clock.
 
     Args:
-        phases: What the batches are, see `lightning_memopt.bench.job.phases`.
+        phases: What the steps are, see `lightning_memopt.bench.job.phases`.
         send: Called with a row of numbers for each measured phase, and for each profiled one with the two numbers that
             complete it.
         leave: Called when training ends, normally or not; with the exception and the tokens at which it came, if any.
@@ -51,7 +51,7 @@ class Recorder(pl.Callback):
     ) -> None:
         """Start a phase with an empty cache, so that a peak owes nothing to the phase before."""
         self._cuda = pl_module.device.type == "cuda"
-        if batch_idx == self.phase.start and self._cuda and batch_idx:
+        if batch_idx == self.phase.start * trainer.accumulate_grad_batches and self._cuda and batch_idx:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -59,18 +59,21 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the time, and at the end of a phase everything else."""
+        """At the end of a step take the time, and at that of a phase everything else."""
+        steps, micro_batches_left = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
+        if micro_batches_left:
+            return
         phase = self.phase
         self._marks.append(self._mark())
-        if batch_idx == phase.measured_from - 1:
+        if steps == phase.measured_from:
             self._first_peak = self._peak(pl_module)
             if self._cuda and not self.replays:
                 torch.cuda.reset_peak_memory_stats()
             self._marks = self._marks[-1:]
             if phase.profile:
                 self._start_profiler()
-        if batch_idx == phase.last:
-            self.send(self._profiled(phase) if phase.profile else self._measured(phase, pl_module, outputs, batch_idx))
+        if steps == phase.last + 1:
+            self.send(self._profiled(phase) if phase.profile else self._measured(phase, pl_module, outputs, steps))
             self._at += 1
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -99,7 +102,7 @@ class Recorder(pl.Callback):
         peak = peak_memory(module.device)
         return peak / GIB if peak is not None else None
 
-    def _measured(self, phase: Phase, module: pl.LightningModule, outputs: Any, batch_idx: int) -> Row:
+    def _measured(self, phase: Phase, module: pl.LightningModule, outputs: Any, steps: int) -> Row:
         durations = self._durations()
         median = statistics.median(durations)
         row = Row(
@@ -111,8 +114,8 @@ class Recorder(pl.Callback):
             tokens_per_s=1e3 * phase.tokens / median,
             peak_gib=self._peak(module),
             first_peak_gib=self._first_peak,
-            loss=float(outputs["loss"]),
-            loss_step=batch_idx + 1,
+            loss=float(outputs["loss"]) * module.trainer.accumulate_grad_batches,  # Lightning divides by it
+            loss_step=steps,
             parameters=sum(p.numel() for p in module.parameters()),
         )
         if self._cuda:

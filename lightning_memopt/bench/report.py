@@ -97,9 +97,11 @@ def caption(rows: Sequence[Cells]) -> str:
     others = [package for package in packages if not package.startswith("torch ")]
     size = f"{int(row['parameters']) / 1e9:.2f} B parameters, " if row["parameters"] else ""
     driver = f", driver {row['driver']}" if row["driver"] else ""
+    micro = row.get("accumulate_grad_batches", "1")  # files of before this was a column have one
+    micro = f"{micro} micro-batches a step, " if micro != "1" else ""
     commands = "; ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
     return (
-        f"{row['model']}: {size}{row['precision']}; {row['device']}{driver}; {', '.join([*versions, *others])}; "
+        f"{row['model']}: {size}{micro}{row['precision']}; {row['device']}{driver}; {', '.join([*versions, *others])}; "
         f"{row['date'].split(' ')[0]}; {commands}\n"
     )
 

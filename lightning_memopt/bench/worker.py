@@ -65,8 +65,12 @@ def _work(connection: Connection, job: Job) -> None:
 def train(config: RunConfig, job: Job, recorder: Recorder) -> None:
     """Train the config's model as the job says, with the recorder watching.
 
+    A step's tokens are those of all its micro-batches.
+
     Raises:
-        MemOptError: The config's data is not `RandomTokens`, whose length can be chosen.
+        MemOptError: The config's data is not `RandomTokens`, whose length can be chosen; or its batch size times the
+            micro-batches is no divisor of the tokens.
+        UnsupportedError: Gradients accumulate, but the method updates in every backward pass.
     """
     method = METHODS[job.method]
     strategy = method.strategy(config.trainer.strategy)
@@ -75,11 +79,15 @@ def train(config: RunConfig, job: Job, recorder: Recorder) -> None:
     if not isinstance(data, RandomTokens):
         raise MemOptError("memopt bench chooses the tokens per step: set data to lightning_memopt.data.RandomTokens.")
     method.install(module)
+    micro_batches = config.trainer.accumulate_grad_batches
+    if method.hooks and micro_batches > 1:
+        raise UnsupportedError("hooks that step in every backward pass accumulate nothing over micro-batches.")
     trainer = pl.Trainer(
         accelerator="gpu" if job.device == "cuda" else "cpu",
         devices=1,
         strategy=strategy,
         precision=config.trainer.precision,
+        accumulate_grad_batches=micro_batches,
         max_epochs=1,
         callbacks=[*method.callbacks(), recorder],
         logger=False,
@@ -90,10 +98,11 @@ def train(config: RunConfig, job: Job, recorder: Recorder) -> None:
     )
     batches: Any = []
     for phase in recorder.phases:
-        if phase.tokens % data.batch_size:
-            raise MemOptError(f"{phase.tokens} tokens are no whole number of {data.batch_size} sequences.")
-        batch = data.batch(module.vocab_size, phase.tokens // data.batch_size)  # type: ignore[arg-type]
-        batches += [batch] * (phase.warmup + phase.steps)
+        sequences = data.batch_size * micro_batches
+        if phase.tokens % sequences:
+            raise MemOptError(f"{phase.tokens} tokens are no whole number of {sequences} sequences.")
+        batch = data.batch(module.vocab_size, phase.tokens // sequences)  # type: ignore[arg-type]
+        batches += [batch] * micro_batches * (phase.warmup + phase.steps)
     trainer.fit(module, DataLoader(batches, batch_size=None))
 
 

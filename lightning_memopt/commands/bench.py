@@ -36,7 +36,8 @@ def bench(
             warmup and steps.
         methods: Names joined by commas; "all" for every method. The config's list by default.
         out: Folder for the results; runs/bench/NAME by default.
-        tokens: Tokens per step, joined by commas; the config's by default.
+        tokens: Tokens per step, joined by commas; the config's by default. With the config's accumulate_grad_batches
+            they are divided among the micro-batches.
         warmup: Steps before each measurement.
         steps: Steps measured.
         profile: Also count the GPU's busy time and kernels.
@@ -65,7 +66,7 @@ def bench(
     if not counts:
         if sequence is None:
             raise MemOptError("Say how many tokens per step: --tokens 512,2048, or `tokens` in the section `bench`.")
-        counts = [sequence * data.init_args.batch_size]
+        counts = [sequence * data.init_args.batch_size * settings.trainer.accumulate_grad_batches]
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     folder = Path(out) if out else Path("runs", "bench", Path(config).stem)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,6 +87,7 @@ def bench(
     results = Table(folder / "results.csv")
     for row in run(jobs, timeout, budget if budget is not None else float("inf")):
         row.precision = settings.precision
+        row.accumulate_grad_batches = settings.trainer.accumulate_grad_batches
         results.add(row)
         if row.status != "ok":
             print(f"{row.method:24} {row.tokens or '':>6} {row.status}", flush=True)

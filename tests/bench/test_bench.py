@@ -26,10 +26,11 @@ def job(method, **changes):
     return Job(**{"config": str(SMALL), "method": method, **options, **changes})
 
 
-def measure(method, **changes):
-    """Rows of a method, trained in this process."""
+def measure(method, trainer=None, **changes):
+    """Rows of a method, trained in this process; `trainer`: replaces the config's arguments of the Trainer."""
     rows, todo = [], job(method, **changes)
-    train(RunConfig.read(SMALL), todo, Recorder(phases(todo), rows.append, lambda error, tokens: None))
+    config = RunConfig.read(SMALL, {f"trainer.{name}": value for name, value in (trainer or {}).items()})
+    train(config, todo, Recorder(phases(todo), rows.append, lambda error, tokens: None))
     return rows
 
 
@@ -68,6 +69,22 @@ def test_methods_train(method):
 def test_the_same_rule_gives_the_same_loss_however_it_is_launched():
     losses = [measure(method, tokens=(16,))[0].loss for method in ("adamw", "adamw_hooks", "forge_adamw")]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
+
+
+def test_a_step_is_all_of_its_micro_batches():
+    """The same tokens in two micro-batches: as many steps, and what a model learns from the shorter sequences."""
+    two, once = {"accumulate_grad_batches": 2}, measure("adamw")
+    rows = measure("forge_adamw", two)
+    assert [row.loss_step for row in rows] == [row.loss_step for row in once] == [3, 6]
+    assert [row.tokens for row in rows] == [16, 32]
+    assert rows[0].tokens_per_s == pytest.approx(16e3 / rows[0].step_ms)
+    assert [row.loss for row in rows] == pytest.approx([row.loss for row in measure("adamw", two)], abs=1e-4)
+    # Both micro-batches of a step are the same one.
+    assert rows[0].loss == pytest.approx(measure("adamw", tokens=(8,))[0].loss, abs=1e-4)
+    with pytest.raises(UnsupportedError, match="accumulate nothing over micro-batches"):
+        measure("adamw_hooks", two)
+    with pytest.raises(MemOptError, match="18 tokens are no whole number of 4 sequences"):
+        measure("adamw", two, tokens=(18,))
 
 
 def test_phases_follow_each_other_and_profiles_come_last():
