@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.base import CheckedOptimizer
+from lightning_memopt.optim.shards import is_flat_shard
 
 
 class AdamW8bit(CheckedOptimizer):
@@ -15,7 +17,8 @@ class AdamW8bit(CheckedOptimizer):
 
     State of a matrix: ``exp_avg`` and ``exp_avg_sq``, uint8 of the weight's shape; ``exp_avg_scale`` and
     ``exp_avg_sq_scale``, bf16, one per 64 weights of a row (`lightning_memopt.rules.storage_8bit`): 2.06 bytes per
-    weight. Vectors, and tensors of fewer than 4096 elements or with rows shorter than 16, keep float32 moments.
+    weight. Vectors, and tensors of fewer than 4096 elements or with rows shorter than 16, keep float32 moments; so do
+    the flat shards of FSDP1, which are vectors. Where FSDP2 shards weights by rows, codes and scales are sharded alike.
 
     bf16 weights and the codes of ``exp_avg_sq`` are rounded stochastically; the random bits depend on `seed`, the step
     count and the parameter's place in `params` (under a fused strategy, its name) only, so a resumed run takes the same
@@ -54,6 +57,13 @@ class AdamW8bit(CheckedOptimizer):
         from lightning_memopt.optim.apply import step_parameters
         from lightning_memopt.rules.adamw8bit import AdamW8bitRule  # rules import the optimizers they stand for
 
+        if not self.state and any(is_flat_shard(param) for group in self.param_groups for param in group["params"]):
+            warnings.warn(
+                "AdamW8bit on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): they are vectors, whose "
+                "moments stay float32, 8 bytes per weight. With fully_shard (strategies 'forge_fsdp' and "
+                "ModelParallelStrategy) matrices have two.",
+                stacklevel=3,
+            )
         step_parameters(self, AdamW8bitRule())
 
     @torch.no_grad()

@@ -45,8 +45,8 @@ def by_rows(param: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.floa
     placements = distributed.placements
     if not all(place.is_replicate() or place.is_shard(0) for place in placements):
         raise UnsupportedError(
-            f"a weight of shape {tuple(param.shape)} is sharded as {placements}; Gefen's blocks lie along rows, so "
-            "its weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."
+            f"a weight of shape {tuple(param.shape)} is sharded as {placements}; the blocks of Gefen and AdamW8bit lie "
+            "along rows, so weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."
         )
     rows = distributed.to_local().shape[:1]
     part = torch.zeros((*rows, *shape[1:]), dtype=dtype, device=param.device)

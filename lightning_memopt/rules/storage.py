@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.optim.shards import local
 
 # Rounds a float32 tensor to bf16 stochastically; None to round to nearest.
 Rounder = Callable[[Tensor], Tensor] | None
@@ -78,7 +79,8 @@ class Storage:
                     )
                 state[key].copy_(saved[key])
         else:
-            self.take(state, saved[self.name].to(param.device, torch.float32))
+            own = {key: local(value) for key, value in state.items()}
+            self.take(own, local(saved[self.name]).to(param.device, torch.float32))
         return state
 
     def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_memopt.optim.shards import by_rows
 from lightning_memopt.rules.storage import Rounder, Storage
 from lightning_memopt.sparsity.spans import where
 
@@ -128,8 +129,8 @@ class Codes(Storage):
     def create(self, param: Tensor) -> dict[str, Tensor]:
         """Zero everywhere, as all scales are zero."""
         return {
-            self.name: torch.zeros(param.shape, dtype=torch.uint8, device=param.device),
-            self.scale_name: torch.zeros(blocks_of(param), dtype=torch.bfloat16, device=param.device),
+            self.name: by_rows(param, param.shape, torch.uint8),
+            self.scale_name: by_rows(param, blocks_of(param), torch.bfloat16),
         }
 
     def per_block(self) -> dict[str, int]:

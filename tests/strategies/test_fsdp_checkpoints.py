@@ -84,18 +84,24 @@ def test_four_to_two(ranks: dict[int, Ranks], four: Ranks, tmp_path: Path) -> No
         assert_same_states(saved, four(train, make, {"replicate": 2 - i}, ckpt_path=path, **FIVE)[0])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_to_and_from_plain_fsdp2(ranks: dict[int, Ranks], form: str, tmp_path: Path) -> None:
-    """Lightning's own strategy and torch's own AdamW read what is written here, and the other way round."""
-    make, two = partial(ShardsItself, net=Deep), ranks[2]
+@pytest.mark.parametrize(
+    ("form", "optimizer"), [("folder", "adamw"), ("file", "adamw"), ("folder", "adamw8bit"), ("file", "gefen")]
+)
+def test_to_and_from_plain_fsdp2(ranks: dict[int, Ranks], form: str, optimizer: str, tmp_path: Path) -> None:
+    """Lightning's own strategy and the optimizer's own step read what is written here, and the other way round."""
+    net = Deep if optimizer == "adamw" else Wide
+    make, two = partial(ShardsItself, net=net, optimizer=OPTIMIZERS[optimizer]), ranks[2]
     full = form == "file"
     here, there = tmp_path / "here.ckpt", tmp_path / "there.ckpt"
     saved = two(train, make, FORMATS[form], save=here, **FIVE)[0]
     assert_same_states(saved, two(train_fsdp2, make, full=full, ckpt_path=here, **FIVE)[0])
     saved = two(train_fsdp2, make, full=full, save=there, **FIVE)[0]
     assert_same_states(saved, two(train, make, FORMATS[form], ckpt_path=there, **FIVE)[0])
-    resumed = two(train, make, FORMATS[form], ckpt_path=there, **TEN)[0]
-    assert furthest(resumed, two(train_fsdp2, make, full=full, **TEN)[0]) <= 1e-6
+    whole = two(train_fsdp2, make, full=full, **TEN)[0]
+    if optimizer == "adamw":
+        assert furthest(two(train, make, FORMATS[form], ckpt_path=there, **TEN)[0], whole) <= 1e-6
+    else:  # codes are rounded by other random bits here and there
+        assert furthest(two(train_fsdp2, make, full=full, ckpt_path=there, **TEN)[0], whole) == 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""Gefen on two ranks: equal replicas, states sharded by rows that are the whole one's rows, and flat shards."""
+"""Gefen and AdamW8bit on two ranks: equal replicas, states that are the whole one's rows, and flat shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import lightning_memopt as memopt
 from lightning_memopt.rules.gefen import LearnedCodes
@@ -192,6 +192,91 @@ def test_rows_are_sharded_exactly(tmp_path: Path) -> None:
     on_two_ranks(check_fsdp2, tmp_path)
 
 
+def step_on(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps on given gradients, of which some parameters have none and one has a nan, whatever is sharded."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for i, param in enumerate(module.parameters()):
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            if (step, i) == (4, 0):
+                grad[0, 0] = float("nan")
+            if isinstance(param, DTensor):
+                grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            param.grad = None if i == step % 5 else grad
+        optimizer.step()
+
+
+def assert_rows_equal(module: nn.Module, optimizer: Any, twins: nn.Module, twin_optimizer: Any) -> None:
+    """Weights and states are those of the unsharded twin, to the bit."""
+    for param, twin in zip(module.parameters(), twins.parameters(), strict=True):
+        assert torch.equal(full(param), twin)
+        state, expected = optimizer.state[param], twin_optimizer.state[twin]
+        assert state.keys() == expected.keys()
+        for key, value in state.items():
+            assert value.dtype == expected[key].dtype and torch.equal(full(value), expected[key]), key
+            if isinstance(param, DTensor) and key != "step":
+                assert value.to_local().shape[0] == param.to_local().shape[0]
+
+
+def check_adamw8bit(rank: int, folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def begin(kind: Any, sharded: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+        module = net().to(dtype)
+        module = fully_shard(module) if sharded else module
+        return module, kind(module.parameters(), lr=1e-2)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        plain_module, plain = begin(memopt.AdamW8bit, False, dtype)
+        module, optimizer = begin(memopt.AdamW8bit, True, dtype)
+        step_on(plain_module, plain, range(STEPS))
+        step_on(module, optimizer, range(STEPS))
+        assert any(state["exp_avg"].dtype == torch.uint8 for state in optimizer.state.values())
+        assert_rows_equal(module, optimizer, plain_module, plain)
+        resumed = memopt.AdamW8bit(module.parameters(), lr=1e-2)
+        saved = get_optimizer_state_dict(module, optimizer)
+        for param in module.parameters():  # torch's tool begins with a step of its own where there are none
+            param.grad = None
+        set_optimizer_state_dict(module, resumed, saved)
+        step_on(plain_module, plain, range(STEPS, STEPS + 3))
+        step_on(module, resumed, range(STEPS, STEPS + 3))
+        assert_rows_equal(module, resumed, plain_module, plain)
+    # The moments of torch's AdamW, sharded, become codes.
+    pairs = []
+    for one, adamw in (begin(torch.optim.AdamW, sharded) for sharded in (False, True)):
+        step_on(one, adamw, range(3))
+        pairs.append((one, memopt.AdamW8bit(one.parameters())))
+        pairs[-1][1].load_state_dict(adamw.state_dict())
+    assert_rows_equal(*pairs[1], *pairs[0])
+
+
+def test_codes_of_rows_are_sharded_exactly(tmp_path: Path) -> None:
+    on_two_ranks(check_adamw8bit, tmp_path)
+
+
+def check_flat_vectors(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP on a CPU, and FSDP1 itself
+        module = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = memopt.AdamW8bit(module.parameters(), lr=1e-2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(module, optimizer, rank)
+    assert sum("moments stay float32, 8 bytes per weight" in str(warning.message) for warning in told) == 1
+    reference = net()
+    train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
+    with FullyShardedDataParallel.summon_full_params(module):
+        for param, twin in zip(module.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(param, twin, atol=1e-5)
+
+
+def test_flat_shards_keep_whole_moments_and_say_so(tmp_path: Path) -> None:
+    on_two_ranks(check_flat_vectors, tmp_path)
+
+
 # --------------------------------------------------------------------------------------------------------------- FSDP1
 def check_fsdp1(rank: int, folder: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -223,13 +308,14 @@ def test_flat_shards_train_with_blocks_inside_and_say_that_they_cannot_be_reshar
 
 def test_column_shards_are_refused(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
         param = nn.Parameter(distribute_tensor(torch.zeros(64, 128), init_device_mesh("cpu", (1,)), [Shard(1)]))
         param.grad = torch.zeros_like(param)
-        with pytest.raises(memopt.UnsupportedError, match="sharded by rows"):
-            memopt.Gefen([param]).step()
+        for kind in (memopt.Gefen, memopt.AdamW8bit):
+            with pytest.raises(memopt.UnsupportedError, match="sharded by rows"):
+                kind([param]).step()
     finally:
         dist.destroy_process_group()
