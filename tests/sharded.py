@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 # Forked from a process that has imported what takes longest to import, and that has no threads and no GPU.
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "lightning_memopt"])
+
+
+class Ended(EOFError):
+    """A rank's process ended."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        super().__init__(f"the process ended with exit code {exitcode}")
+        self.exitcode = exitcode
 
 
 class Ranks:
@@ -52,6 +62,15 @@ class Ranks:
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """As a call, but a rank's exception is its result."""
+        results = self._once(function, *args, **kwargs)
+        # Once in some dozens of runs of all tests a thread of gloo's own ends the process within malloc; nothing that
+        # AddressSanitizer sees in any test leads to it. What a test itself breaks does so the second time, too.
+        if any(isinstance(result, Ended) and result.exitcode == -signal.SIGSEGV for result in results):
+            warnings.warn(f"a rank had a segmentation fault and was called again: {function}, {args}", stacklevel=3)
+            results = self._once(function, *args, **kwargs)
+        return results
+
+    def _once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         results: list[Any] = []
@@ -60,8 +79,8 @@ class Ranks:
                 results.append(pipe.recv() if pipe.poll(120) else TimeoutError("no answer within 120 s"))
             except (EOFError, OSError):
                 process.join(10)
-                results.append(EOFError(f"the process ended with exit code {process.exitcode}"))
-        if any(isinstance(result, (TimeoutError, EOFError)) for result in results):
+                results.append(Ended(process.exitcode))
+        if any(isinstance(result, (TimeoutError, Ended)) for result in results):
             self.stop()
             self.start()
         return results
@@ -95,7 +114,6 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
     }
     import faulthandler
     import logging
-    import warnings
 
     faulthandler.enable()
     warnings.simplefilter("ignore")
