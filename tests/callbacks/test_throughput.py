@@ -1,27 +1,30 @@
-import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_memopt.callbacks import Throughput
+from lightning_memopt.callbacks import Throughput, throughput
 from lightning_memopt.callbacks.throughput import peak_memory
 
 STEP_SECONDS = 0.05
 VAL_SECONDS = 0.5
 
 
-class Sleeper(pl.LightningModule):
+class Slow(pl.LightningModule):
+    """Its steps move the clock's hands."""
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
+        self.now = 0.0
 
     def training_step(self, batch, batch_idx):
-        time.sleep(STEP_SECONDS)
+        self.now += STEP_SECONDS
         return self.layer(torch.zeros(1, 1)).sum()
 
     def validation_step(self, batch, batch_idx):
-        time.sleep(VAL_SECONDS)
+        self.now += VAL_SECONDS
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -33,7 +36,9 @@ class Sleeper(pl.LightningModule):
     train_dataloader = val_dataloader = dataloader
 
 
-def test_tokens_per_second_without_validation():
+def test_tokens_per_second_without_validation(monkeypatch):
+    module = Slow()
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: module.now))
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=4,
@@ -44,10 +49,9 @@ def test_tokens_per_second_without_validation():
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Sleeper())
-    speed = trainer.callback_metrics["tokens_per_second"].item()
-    # 200 tokens per step. With the validation run in the middle it could be at most 800 / (4 x 0.05 + 0.5).
-    assert 800 / (4 * STEP_SECONDS + VAL_SECONDS) < speed <= 200 / STEP_SECONDS
+    trainer.fit(module)
+    assert module.now == pytest.approx(4 * STEP_SECONDS + 3 * VAL_SECONDS)  # the first is Lightning's sanity check
+    assert trainer.callback_metrics["tokens_per_second"].item() == pytest.approx(200 / STEP_SECONDS)
     assert 0.01 < trainer.callback_metrics["memory_gib"].item() < 1000
 
 

@@ -75,9 +75,9 @@ def test_more_levels_never_cost_more() -> None:
 
 def test_optimum_pins_zero_and_one_ascends_and_takes_less_than_a_second() -> None:
     counts = noise("normal")
-    start = time.perf_counter()
+    start = time.process_time()
     levels = optimal_levels(counts)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert len(levels) == LEVELS and levels[0] == 0 and levels[-1] == 1
     assert (np.diff(levels) > 0).all()
 
@@ -132,9 +132,9 @@ def test_codes_tell_as_much_as_a_histogram(kind: str) -> None:
 def test_bends_of_a_large_model_are_fitted_at_once() -> None:
     counts = np.stack([noise(kind) for kind in ("normal", "laplace", "student")] * 75)
     fit_bends(counts[:1])
-    start = time.perf_counter()
+    start = time.process_time()
     bends = fit_bends(counts)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert np.array_equal(bends[:3], [fit_bend(row) for row in counts[:3]])
 
 
