@@ -51,7 +51,7 @@ class StepAges:
             from lightning_memopt.kernels.sparse_arguments import ages_table
 
             tables = torch.stack([ages_table(*one) for one in distinct])
-            self._upload(sparse, tables, torch.tensor(which))
+            self._upload(sparse, tables, torch.tensor(which, device="cpu"))
 
     def _read_by_kernels(self) -> bool:
         """Whether there are kernels on this device; plain torch reads the host's float64 values."""
@@ -67,6 +67,6 @@ class StepAges:
             assert slot.ages is not None
             slot.ages.table = place
         # Pinned memory comes from torch's caching allocator, which waits for the copy before it is used again.
-        host = torch.empty(count, width, pin_memory=places.is_cuda)
+        host = torch.empty(count, width, device="cpu", pin_memory=places.is_cuda)
         torch.index_select(tables, 0, which, out=host)
         places.copy_(host, non_blocking=True)

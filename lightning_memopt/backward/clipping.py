@@ -103,5 +103,5 @@ def _scaled(values: Tensor, factors: Sequence[float]) -> Tensor:
     """Each value times its factor; the host does not wait for the device."""
     if all(factor == 1 for factor in factors):
         return values
-    host = torch.tensor(factors, dtype=values.dtype)
+    host = torch.tensor(factors, dtype=values.dtype, device="cpu")
     return values * (host.pin_memory() if values.is_cuda else host).to(values.device, non_blocking=True)

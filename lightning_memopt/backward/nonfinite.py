@@ -49,7 +49,7 @@ class NonFiniteReports:
         """Start copying the device's `flags` (int32, one for each name) to the host."""
         host, event = self._spare.pop() if self._spare else (None, torch.cuda.Event())
         if host is None or host.shape != flags.shape:
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
         host.copy_(flags, non_blocking=True)
         event.record(torch.cuda.current_stream(flags.device))
         self._flags.append((step, names, host, event))

@@ -91,10 +91,10 @@ class Peers:
         said = [kind, self.bundles]
         for item in (*items, *[_EMPTY] * (ITEMS - len(items))):
             said += item
-        heard = torch.tensor(said * self.size)
+        heard = torch.tensor(said * self.size, device="cpu")
         if self._group is None:
             return Answers(self, len(items), said, heard, None)
-        work = all_gather(heard, torch.tensor(said), group=self._group, async_op=True)
+        work = all_gather(heard, torch.tensor(said, device="cpu"), group=self._group, async_op=True)
         return Answers(self, len(items), said, heard, work)
 
     def check(self, said: Sequence[int], heard: Sequence[Sequence[int]]) -> None:
@@ -129,7 +129,7 @@ class Peers:
         if self._group is None:
             return list(flags)
         self.announce(kind, Item(len(flags))).wait()
-        both = torch.tensor(flags, dtype=torch.int32)
+        both = torch.tensor(flags, dtype=torch.int32, device="cpu")
         dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(flag) for flag in both.tolist()]
 

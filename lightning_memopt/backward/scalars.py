@@ -31,7 +31,7 @@ class StepScalars:
         self.keys: Tensor | None = None
         self.nonfinite: Tensor | None = None
         self._places: list[tuple[Tensor, Tensor, Tensor]] = []  # one of each for every parameter
-        self._all = torch.empty(0, dtype=torch.int32)
+        self._all = torch.empty(0, dtype=torch.int32, device="cpu")
         self._names: list[str] = []
         self._hashes = name_hashes([])
 
@@ -61,8 +61,9 @@ class StepScalars:
             slot.scalars, slot.key = distinct[number], key
             which.append(number)
         if self.device.type == "cuda" and slots:
-            rows = torch.tensor([[*scalars.values(), *[0.0] * (ROW - len(scalars))] for scalars in distinct])
-            self._upload(slots, rows[torch.tensor(which)], keys)
+            rows = [[*scalars.values(), *[0.0] * (ROW - len(scalars))] for scalars in distinct]
+            table = torch.tensor(rows, dtype=torch.float32, device="cpu")
+            self._upload(slots, table[torch.tensor(which, device="cpu")], keys)
 
     def _upload(self, slots: Sequence[Slot], rows: Tensor, keys: Tensor) -> None:
         """Copy float32 rows and int64 keys to the device, in one transfer; flags of non-finite gradients begin at 0."""
@@ -75,7 +76,7 @@ class StepScalars:
         for slot, (row, row_key, nonfinite) in zip(slots, self._places, strict=False):
             slot.row, slot.row_key, slot.nonfinite = row, row_key, nonfinite
         # Pinned memory comes from torch's caching allocator, which waits for the copy before it is used again.
-        host = torch.zeros(self._all.shape, dtype=torch.int32, pin_memory=self._all.is_cuda)
+        host = torch.zeros(self._all.shape, dtype=torch.int32, device="cpu", pin_memory=self._all.is_cuda)
         table, row_keys, _ = _parts(host, room)
         table[:count] = rows
         row_keys[:count] = keys  # the same 32 bits as a signed number

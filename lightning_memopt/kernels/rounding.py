@@ -56,7 +56,7 @@ def parameter_keys(step_key: int, names: Tensor) -> Tensor:
 
 def name_hashes(names: Sequence[str]) -> Tensor:
     """What `rounding_key` depends on of each name, int64."""
-    return torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64)
+    return torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64, device="cpu")
 
 
 def _hash(key: int, index: Tensor) -> Tensor:

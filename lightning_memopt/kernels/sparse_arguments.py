@@ -83,16 +83,18 @@ def ages_table(ages: Ages, tile: str, scalars: Mapping[str, float]) -> Tensor:
         tile: Name of its rule's tile function.
         scalars: Of its update, see `lightning_memopt.kernels.Update`.
     """
-    rows = torch.tensor(ages.rows, dtype=torch.float32)
+    rows = torch.tensor(ages.rows, dtype=torch.float32, device="cpu")
     values = [rows[:, 0], *rows[:, 1:].unbind(1)]
     if by_slope(ages, tile):
         own = dict(zip(ages.names, values[1:], strict=True))
         step = own["step_size"]
-        plain = {name: torch.tensor(scalars[name], dtype=torch.float32) for name in ("inv_sqrt_bias2", "eps")}
+        plain = {
+            name: torch.tensor(scalars[name], dtype=torch.float32, device="cpu") for name in ("inv_sqrt_bias2", "eps")
+        }
         bias, eps = (own.get(name, value) for name, value in plain.items())
         some = step > tiles.NO_STEP
         values[1:] = [torch.where(some, bias / step, 1.0), torch.where(some, eps / step, float("inf"))]
-    table = torch.zeros(len(values) * COHORTS + 4)
+    table = torch.zeros(len(values) * COHORTS + 4, device="cpu")
     for column, value in enumerate(values):
         table[column * COHORTS : column * COHORTS + len(value)] = value
     table[len(values) * COHORTS] = (values[0] != 1.0).any()

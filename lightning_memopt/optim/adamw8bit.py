@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.base import CheckedOptimizer
 from lightning_memopt.optim.shards import is_flat_shard
+
+if TYPE_CHECKING:
+    from lightning_memopt.rules.base import Rule
 
 
 class AdamW8bit(CheckedOptimizer):
@@ -53,9 +55,13 @@ class AdamW8bit(CheckedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
+    def _rule(self) -> Rule:
+        from lightning_memopt.rules.adamw8bit import AdamW8bitRule
+
+        return AdamW8bitRule()
+
     def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
-        from lightning_memopt.rules.adamw8bit import AdamW8bitRule  # rules import the optimizers they stand for
 
         if not self.state and any(is_flat_shard(param) for group in self.param_groups for param in group["params"]):
             warnings.warn(
@@ -64,18 +70,4 @@ class AdamW8bit(CheckedOptimizer):
                 "ModelParallelStrategy) matrices have two.",
                 stacklevel=3,
             )
-        step_parameters(self, AdamW8bitRule())
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch, but codes and scales keep their dtype; the moments of a ``torch.optim.AdamW`` are encoded.
-
-        Raises:
-            UnsupportedError: It is the state of another optimizer, or of active weights only.
-        """
-        from lightning_memopt.optim.apply import load_exactly
-        from lightning_memopt.rules.adamw8bit import AdamW8bitRule
-        from lightning_memopt.rules.foreign import check_options
-
-        check_options(self, state_dict["param_groups"])
-        load_exactly(self, AdamW8bitRule(), state_dict, super().load_state_dict)
+        step_parameters(self, self._rule())

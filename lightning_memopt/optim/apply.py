@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,16 +12,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memopt.backward.scalars import StepScalars
+from lightning_memopt.compat import refusal
+from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.kernels import Update, apply_gradient
 from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.memory import Memory
-from lightning_memopt.optim.shards import local, offset, sharded, sum_over_ranks
+from lightning_memopt.optim.shards import local, offset, placed_as, sharded, sum_over_ranks
 from lightning_memopt.rules import Rule
-from lightning_memopt.rules.foreign import check_entry
+from lightning_memopt.rules.foreign import FOREIGN, check_entry, check_options
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
+
+# Options of torch's AdamW that choose between its implementations.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +56,7 @@ class _Kept:
     memories: dict[int, Memory] = field(default_factory=dict)
 
 
+@torch._disable_dynamo
 def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     """Take one step of `rule` on every parameter that holds a gradient.
 
@@ -57,6 +64,7 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
 
     Raises:
         RuntimeError: A gradient is sparse.
+        UnsupportedError: A parameter is complex, or a group has an option that the rule does not know.
     """
     if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
         return  # as after a backward pass that took the step
@@ -64,12 +72,18 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
     kept: _Kept = optimizer.__dict__.setdefault("_kept", _Kept())
     first = 0
     for number, group in enumerate(optimizer.param_groups):
+        rule.check(group)
         targets = []
         for name, param in enumerate(group["params"], first):
             if param.grad is not None:
+                if param.is_complex():
+                    raise UnsupportedError(
+                        f"parameter {name} is complex; {type(optimizer).__name__} steps on real ones. Let another "
+                        "optimizer have it, or make it a real parameter that the module views as complex."
+                    )
                 state = optimizer.state[param]
                 storage = rule.storage(param, group, param.dtype)
-                if not state:
+                if "step" not in state:  # there may be entries of the user's
                     state.update(rule.init_state(param, group, storage))
                 targets.append(_Target(str(name), param, group, state, rule, storage))
         first += len(group["params"])
@@ -80,7 +94,9 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
             taken = max(int(target.state["step"]) for target in here)
             table = kept.tables.setdefault((number, device), StepScalars(device))
             table.fill(cast("list[Slot]", here), group["seed"], taken, None)
-            _step([(target, *_update(target, kept)) for target in here])
+            # Kernels run on the current device.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                _step([(target, *_update(target, kept)) for target in here])
 
 
 def _step(taken: Sequence[tuple[_Target, Update, Tensor]]) -> None:
@@ -122,7 +138,7 @@ def _update(target: _Target, kept: _Kept) -> tuple[Update, Tensor]:
     if grad.layout != torch.strided:
         raise RuntimeError(f"parameter {target.name} has a sparse gradient; build its layer with sparse=False.")
     # The kernels see this rank's rows; what they write is the state's, by reference.
-    weight, grad = local(target.param.detach()), local(grad)
+    weight, grad = local(target.param.detach()), local(placed_as(target.param, grad))
     state = {key: local(value) for key, value in target.state.items()}
     first = state[target.storage[0].name] if target.storage else weight
     if first.dim() > weight.dim():  # a flat shard, whose state is kept as one row
@@ -152,7 +168,8 @@ def load_exactly(
 ) -> None:
     """Load a state dict without torch's cast of every state tensor to its parameter's dtype.
 
-    Moments saved by an optimizer that keeps them whole (``torch.optim.AdamW``) are encoded.
+    Moments saved by an optimizer that keeps them whole (``torch.optim.AdamW``) are encoded. What is loaded is what the
+    user's hooks make of `saved`, and hooks that follow see it whole. Nothing is changed before all of it was checked.
 
     Args:
         optimizer: The optimizer to load into.
@@ -163,23 +180,60 @@ def load_exactly(
     Raises:
         UnsupportedError: It is the state of another optimizer, or of active weights only.
     """
-    whole: Mapping[Any, Mapping[str, Any]] = saved["state"]
+    states: dict[Tensor, dict[str, Any]] = {}
+
+    def restore(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        check_options(optimizer, given["param_groups"])
+        groups = _merged(optimizer, given["param_groups"])
+        others: dict[Any, dict[str, Any]] = {}
+        for group, loaded in zip(optimizer.param_groups, groups, strict=False):  # torch tells if there are too many
+            rule.check(loaded)
+            for param, i in zip(group["params"], loaded["params"], strict=False):
+                if entry := given["state"].get(i):
+                    states[param] = _restored(optimizer, rule, param, loaded, entry)
+                    others[i] = {key: value for key, value in entry.items() if key not in states[param]}
+        return {**given, "state": others, "param_groups": groups}
+
+    def fill(_: Optimizer) -> None:
+        for param, state in states.items():
+            optimizer.state[param].update(state)
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(restore),
+        optimizer.register_load_state_dict_post_hook(fill, prepend=True),
+    )
+    try:
+        load(cast("dict[str, Any]", saved))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _merged(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Saved groups; options that the saving optimizer did not have are those of the groups here."""
+    # Loading, as copying, makes torch add defaults that no group has.
+    own = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
+    own += [{}] * len(saved)
+    return [
+        mine | {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+        for mine, group in zip(own, saved, strict=False)
+    ]
+
+
+def _restored(
+    optimizer: Optimizer, rule: Rule, param: Tensor, group: dict[str, Any], entry: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of a parameter from a saved one."""
+    name = f"a parameter of shape {tuple(param.shape)}"
+    storages = rule.storage(param, group, param.dtype)
+    check_entry(optimizer, rule, storages, name, entry)
+    missing = [key for key in (*rule.counts, *(storage.name for storage in storages)) if entry.get(key) is None]
+    if len(missing) == len(rule.counts) + len(storages):  # no step was taken, there are entries of the user's only
+        return {}
+    if missing:
+        raise refusal(FOREIGN, f"{type(optimizer).__name__}, {missing[0]!r} of {name}")
     # A copy, as steps are counted in place; on the CPU, whatever implementation of torch's counted them.
-    only_steps = {
-        i: {"step": torch.as_tensor(entry["step"]).to("cpu", torch.float32, copy=True)}
-        for i, entry in whole.items()
-        if "step" in entry
-    }
-    # Options that the saving optimizer did not have keep their defaults.
-    groups = [{**optimizer.defaults, **group} for group in saved["param_groups"]]
-    load({**saved, "state": only_steps, "param_groups": groups})
-    numbers = (i for group in saved["param_groups"] for i in group["params"])
-    for group in optimizer.param_groups:
-        for param, i in zip(group["params"], numbers, strict=False):
-            if i not in whole:
-                continue
-            state, entry = optimizer.state[param], whole[i]
-            storages = rule.storage(param, group, param.dtype)
-            check_entry(optimizer, rule, storages, f"a parameter of shape {tuple(param.shape)}", entry)
-            for storage in storages:
-                state.update(storage.restore(param, entry))
+    state = {key: torch.as_tensor(entry[key]).to("cpu", torch.float32, copy=True) for key in rule.counts}
+    for storage in storages:
+        state.update(storage.restore(param, entry))
+    return state

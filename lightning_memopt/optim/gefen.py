@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
@@ -15,8 +14,9 @@ from lightning_memopt.optim.base import CheckedOptimizer
 from lightning_memopt.optim.decay import decay_groups
 from lightning_memopt.optim.shards import is_flat_shard
 
-# Options of torch's AdamW that choose between its implementations.
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+if TYPE_CHECKING:
+    from lightning_memopt.rules.base import Rule
+
 # Completed by what follows from it.
 FLAT_SHARDS = (
     "Gefen on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): blocks lie inside each rank's shard, so "
@@ -71,23 +71,31 @@ class Gefen(CheckedOptimizer):
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         seed: int = 0,
     ) -> None:
-        for name, value in (("block", block), ("max_block", max_block)):
-            if value is not None and (value < 16 or value & (value - 1)):
-                raise ValueError(f"Gefen: {name}={value}; use a power of two from 16 on.")
-        if codebook not in ("curve", "table"):
-            raise ValueError(f"Gefen: codebook={codebook!r}; use 'curve' or 'table'.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        for name in ("block", "max_block"):
+            value = options[name]
+            if value is not None and (value < 16 or value & (value - 1)):
+                raise ValueError(f"Gefen: {name}={value}; use a power of two from 16 on.")
+        if options["codebook"] not in ("curve", "table"):
+            raise ValueError(f"Gefen: codebook={options['codebook']!r}; use 'curve' or 'table'.")
+
+    def _rule(self) -> Rule:
+        from lightning_memopt.rules.gefen import GefenRule
+
+        return GefenRule()
+
     def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
-        from lightning_memopt.rules.gefen import GefenRule  # rules import the optimizers they stand for
 
         if not self._warned and self._on_flat_shards():
             self._warned = True
             warnings.warn(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.", stacklevel=3)
-        step_parameters(self, GefenRule())
+        step_parameters(self, self._rule())
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.
@@ -104,30 +112,6 @@ class Gefen(CheckedOptimizer):
     def _on_flat_shards(self) -> bool:
         return any(is_flat_shard(param) for group in self.param_groups for param in group["params"])
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch, but codes and scales keep their dtype.
-
-        The state of a ``torch.optim.AdamW`` is taken over as well: its moments are encoded, its groups' options kept.
-
-        Raises:
-            UnsupportedError: The saved state holds codes without the codebook they belong to, or is that of another
-                optimizer, or of active weights only.
-        """
-        from lightning_memopt.optim.apply import load_exactly
-        from lightning_memopt.rules.foreign import check_options
-        from lightning_memopt.rules.gefen import GefenRule
-
-        check_options(self, state_dict["param_groups"])
-        # Loading, as copying, makes torch add defaults that no group has.
-        own = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
-        own += [{}] * len(state_dict["param_groups"])  # torch tells if there are too many
-        groups = [
-            mine | {key: value for key, value in saved.items() if key not in IMPLEMENTATION}
-            for mine, saved in zip(own, state_dict["param_groups"], strict=False)
-        ]
-        load_exactly(self, GefenRule(), {**state_dict, "param_groups": groups}, super().load_state_dict)
-
     def load_from_adamw(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the state of a ``torch.optim.AdamW`` over the same parameters, in the same order.
 
@@ -139,7 +123,7 @@ class Gefen(CheckedOptimizer):
         """
         if not all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in state_dict["state"].values()):
             raise ValueError("load_from_adamw: expected the state_dict of torch.optim.AdamW (exp_avg, exp_avg_sq).")
-        self.load_state_dict(state_dict)
+        self.load_state_dict(dict(state_dict))
 
 
 def gefen(

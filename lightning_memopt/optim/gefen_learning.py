@@ -104,7 +104,7 @@ def finish(optimizer: Optimizer, rule: Rule) -> None:
     for weight, length, bend, table in zip(ready, lengths, fit_bends(counts), tabled, strict=True):
         _change_blocks(weight, length)
         on = weight.state["exp_avg"].device
-        _encode_anew(weight, tables.on(on) if table else torch.tensor(bend, dtype=torch.float32))
+        _encode_anew(weight, tables.on(on) if table else torch.tensor(bend, dtype=torch.float32, device="cpu"))
 
 
 def _look(param: Tensor, group: dict[str, Any], state: dict[str, Any], moment: Storage) -> _Weight:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.base import CheckedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_memopt.rules.base import Rule
 
 
 class Lion(CheckedOptimizer):
@@ -32,6 +37,11 @@ class Lion(CheckedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
+    def _rule(self) -> Rule:
+        from lightning_memopt.rules.lion import LionRule
+
+        return LionRule()
+
     def _take_step(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -39,9 +49,10 @@ class Lion(CheckedOptimizer):
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                if not state:
+                if "exp_avg" not in state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 momentum = state["exp_avg"]
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(momentum.lerp(param.grad, 1 - beta1).sign_(), alpha=-group["lr"])
-                momentum.lerp_(param.grad, 1 - beta2)
+                grad = -param.grad if group.get("maximize") else param.grad
+                param.add_(momentum.lerp(grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(grad, 1 - beta2)

@@ -31,6 +31,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if distributed is None else distributed.to_local()
 
 
+def placed_as(param: Tensor, grad: Tensor) -> Tensor:
+    """A gradient as `param` is placed: where ranks still hold addends of it, or other parts, they exchange these.
+
+    All ranks must call it for the same parameters, in the same order.
+    """
+    wanted, found = sharded(param), sharded(grad)
+    if wanted is None or found is None or found.placements == wanted.placements:
+        return grad
+    return found.redistribute(placements=wanted.placements)
+
+
 def by_rows(param: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros of `shape`, whose first dimension is that of `param`, sharded as `param` is.
 

@@ -93,7 +93,9 @@ class Rule:
 
     def init_state(self, param: Tensor, group: Group, storage: Sequence[Storage]) -> State:
         """The state torch's optimizer would hold before its first step on `param`."""
-        state: State = {key: torch.tensor(value) for key, value in self.counts.items()}
+        state: State = {
+            key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in self.counts.items()
+        }
         for moment in storage:
             state.update(moment.create(param))
         return state

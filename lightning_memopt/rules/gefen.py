@@ -80,7 +80,7 @@ class LearnedCodes(Codes):
         return {
             self.name: torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.contiguous_format),
             self.scale_name: by_rows(param, per_block(param.shape, BLOCK), torch.bfloat16),
-            CODEBOOK: torch.tensor(START_BEND, dtype=torch.float32),
+            CODEBOOK: torch.tensor(START_BEND, dtype=torch.float32, device="cpu"),
         }
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class BlockMean(Storage):
         if not self.columns:
             return {}
         ones = torch.ones(self.columns, dtype=torch.float32, device=param.device)
-        return {columns.SCALE: ones, columns.LEARNED: torch.tensor(0.0)}
+        return {columns.SCALE: ones, columns.LEARNED: torch.tensor(0.0, dtype=torch.float32, device="cpu")}
 
     def rows(self, state: MutableMapping[str, Any], start: int, stop: int) -> dict[str, Tensor]:
         """Rows of the means; factors are the whole weight's."""

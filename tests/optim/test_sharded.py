@@ -255,6 +255,39 @@ def test_codes_of_rows_are_sharded_exactly(tmp_path: Path) -> None:
     on_two_ranks(check_adamw8bit, tmp_path)
 
 
+def check_addends(rank: int, folder: Path) -> None:
+    """Replicated weights and a batch that is sharded: each rank's gradient is an addend, as DTensor leaves it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for make in (memopt.Gefen, memopt.AdamW8bit):
+        for shape in ((96, 64), (8, 8)):
+            torch.manual_seed(0)
+            start = torch.randn(shape)
+            param, twin = nn.Parameter(distribute_tensor(start, mesh, [Replicate()])), nn.Parameter(start.clone())
+            optimizer, reference = make([param], lr=1e-2), make([twin], lr=1e-2)  # type: ignore[operator]
+            for _ in range(STEPS):
+                x = torch.randn(8, shape[1])
+                optimizer.zero_grad()
+                loss = nn.functional.linear(distribute_tensor(x, mesh, [Shard(0)]), param).square().mean()
+                loss.full_tensor().backward()
+                assert param.grad.placements[0].is_partial()
+                optimizer.step()
+                reference.zero_grad()
+                nn.functional.linear(x, twin).square().mean().backward()
+                reference.step()
+            # A code that rounds the other way moves its weight by a share of the learning rate.
+            assert (param.to_local() - twin).abs().max() < 1e-3
+            ranks = [torch.empty(shape) for _ in range(2)]
+            dist.all_gather(ranks, param.to_local().detach().contiguous())
+            assert torch.equal(*ranks)
+
+
+def test_addends_of_gradients_are_summed(tmp_path: Path) -> None:
+    on_two_ranks(check_addends, tmp_path)
+
+
 def check_flat_vectors(rank: int, folder: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
