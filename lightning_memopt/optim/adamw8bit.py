@@ -26,7 +26,8 @@ class AdamW8bit(CheckedOptimizer):
     count and the parameter's place in `params` (under a fused strategy, its name) only, so a resumed run takes the same
     steps.
 
-    A step leaves a parameter alone whose gradient is not finite.
+    A step leaves a parameter alone whose gradient is not finite. A gradient of 2^64 (1.8e19) or more has an infinite
+    square in float32: AdamW never moves its weight again, this one bounds the second moment and may move it far.
 
     Args:
         params: Parameters or parameter groups; float32, bf16 or float64.

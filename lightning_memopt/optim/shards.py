@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memopt.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def sharded(tensor: Tensor) -> DTensor | None:
@@ -29,6 +29,11 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, by reference."""
     distributed = sharded(tensor)
     return tensor if distributed is None else distributed.to_local()
+
+
+def _split_dim(place: Placement) -> int | None:
+    """The dimension that a placement splits; that of FSDP2 over tensor parallelism is no `Shard` by its own account."""
+    return getattr(place, "dim", None)
 
 
 def placed_as(param: Tensor, grad: Tensor) -> Tensor:
@@ -54,7 +59,7 @@ def by_rows(param: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.floa
     from torch.distributed.tensor import DTensor
 
     placements = distributed.placements
-    if not all(place.is_replicate() or place.is_shard(0) for place in placements):
+    if any(_split_dim(place) not in (None, 0) for place in placements) or any(p.is_partial() for p in placements):
         raise UnsupportedError(
             f"a weight of shape {tuple(param.shape)} is sharded as {placements}; the blocks of Gefen and AdamW8bit lie "
             "along rows, so weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."
@@ -84,7 +89,7 @@ def sum_over_ranks(param: Tensor, values: Tensor) -> Tensor:
     if distributed is not None:
         mesh = distributed.device_mesh
         for dim, place in enumerate(distributed.placements):
-            if place.is_shard():
+            if _split_dim(place) is not None:
                 torch.distributed.all_reduce(values, group=mesh.get_group(dim))
     return values
 

@@ -37,21 +37,21 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None 
         optimizer.step()
 
 
-def _rank(rank: int, folder: Path, check: Callable[[int, Path], None]) -> None:
+def _rank(rank: int, size: int, folder: Path, check: Callable[[int, Path], None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     check(rank, folder)
     dist.destroy_process_group()
 
 
-def on_two_ranks(check: Callable[[int, Path], None], folder: Path) -> None:
-    """Run `check` in two forked processes."""
+def on_two_ranks(check: Callable[[int, Path], None], folder: Path, size: int = 2) -> None:
+    """Run `check` in two forked processes, or `size`."""
     context = torch.multiprocessing.get_context("fork")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process that has threads
-        ranks = [context.Process(target=_rank, args=(rank, folder, check)) for rank in range(2)]
+        ranks = [context.Process(target=_rank, args=(rank, size, folder, check)) for rank in range(size)]
         for process in ranks:
             process.start()
     for process in ranks:
@@ -253,6 +253,30 @@ def check_adamw8bit(rank: int, folder: Path) -> None:
 
 def test_codes_of_rows_are_sharded_exactly(tmp_path: Path) -> None:
     on_two_ranks(check_adamw8bit, tmp_path)
+
+
+def check_rows_of_rows(rank: int, folder: Path) -> None:
+    """FSDP2 shards the rows that tensor parallelism has left to a rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for make in (memopt.Gefen, memopt.AdamW8bit):
+        twins = net()
+        module = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(module, mesh=mesh["dp"])
+        optimizer, reference = make(module.parameters(), lr=1e-2), make(twins.parameters(), lr=1e-2)  # type: ignore[operator]
+        for one, its in ((module, optimizer), (twins, reference)):
+            train(one, its, steps=range(9))
+        for param, twin in zip(module.parameters(), twins.parameters(), strict=True):
+            apart = (full(param.detach()) - twin).abs()
+            assert apart.max() < 1e-3 and apart.mean() < 2e-5
+
+
+def test_rows_of_rows_are_sharded(tmp_path: Path) -> None:
+    on_two_ranks(check_rows_of_rows, tmp_path, size=4)
 
 
 def check_addends(rank: int, folder: Path) -> None:
