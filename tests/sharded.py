@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ from harness import Module, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-# Forked from a process that has imported what takes longest to import, and that has no threads and no GPU.
+# Forked from a process that has imported what takes longest to import; it has no GPU and, by this, no threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "lightning_memopt"])
 
@@ -34,6 +36,8 @@ class Ended(EOFError):
 
 class Ranks:
     """Processes that stay up between calls: starting them takes longer than most tests."""
+
+    fault = False  # whether a rank of any has had a segmentation fault
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,16 +67,19 @@ class Ranks:
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """As a call, but a rank's exception is its result."""
         results = self._once(function, *args, **kwargs)
-        # Once in some dozens of runs of all tests a thread of gloo's own ends the process within malloc; nothing that
-        # AddressSanitizer sees in any test leads to it. What a test itself breaks does so the second time, too.
-        if any(isinstance(result, Ended) and result.exitcode == -signal.SIGSEGV for result in results):
+        # Seen once in some twenty runs of all tests: a thread of gloo's had a segmentation fault within malloc. The
+        # cause is not known (AddressSanitizer finds nothing in any of these tests), so it is let pass once, and told.
+        faults = [result for result in results if isinstance(result, Ended) and result.exitcode == -signal.SIGSEGV]
+        if faults and not Ranks.fault:
+            Ranks.fault = True
             warnings.warn(f"a rank had a segmentation fault and was called again: {function}, {args}", stacklevel=3)
             results = self._once(function, *args, **kwargs)
         return results
 
     def _once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((function, args, kwargs))
+            with contextlib.suppress(OSError):  # a process that has ended since the last call is found below
+                pipe.send((function, args, kwargs))
         results: list[Any] = []
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             try:

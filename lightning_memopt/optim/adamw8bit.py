@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal
 
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.base import CheckedOptimizer
-from lightning_memopt.optim.shards import is_flat_shard
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -64,11 +62,9 @@ class AdamW8bit(CheckedOptimizer):
     def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
 
-        if not self.state and any(is_flat_shard(param) for group in self.param_groups for param in group["params"]):
-            warnings.warn(
-                "AdamW8bit on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): they are vectors, whose "
-                "moments stay float32, 8 bytes per weight. With fully_shard (strategies 'forge_fsdp' and "
-                "ModelParallelStrategy) matrices have two.",
-                stacklevel=3,
-            )
+        self._warn_on_flat_shards(
+            "AdamW8bit on the flat shards of FullyShardedDataParallel (strategy 'fsdp'): they are vectors, whose "
+            "moments stay float32, 8 bytes per weight. With fully_shard (strategies 'forge_fsdp' and "
+            "ModelParallelStrategy) matrices have two."
+        )
         step_parameters(self, self._rule())

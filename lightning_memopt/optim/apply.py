@@ -24,6 +24,7 @@ from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
     from lightning_memopt.backward.slot import Slot
+    from lightning_memopt.optim.base import CheckedOptimizer
 
 # Options of torch's AdamW that choose between its implementations.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -76,11 +77,7 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
         targets = []
         for name, param in enumerate(group["params"], first):
             if param.grad is not None:
-                if param.is_complex():
-                    raise UnsupportedError(
-                        f"parameter {name} is complex; {type(optimizer).__name__} steps on real ones. Let another "
-                        "optimizer have it, or make it a real parameter that the module views as complex."
-                    )
+                check_steppable(optimizer, str(name), param)
                 state = optimizer.state[param]
                 storage = rule.storage(param, group, param.dtype)
                 if "step" not in state:  # there may be entries of the user's
@@ -97,6 +94,22 @@ def step_parameters(optimizer: Optimizer, rule: Rule) -> None:
             # Kernels run on the current device.
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 _step([(target, *_update(target, kept)) for target in here])
+
+
+def check_steppable(optimizer: Optimizer, name: str, param: Tensor) -> None:
+    """See to it that a parameter and its gradient are ones that rules know.
+
+    Raises:
+        RuntimeError: The gradient is sparse.
+        UnsupportedError: The parameter is complex.
+    """
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise RuntimeError(f"parameter {name} has a sparse gradient; build its layer with sparse=False.")
+    if param.is_complex():
+        raise UnsupportedError(
+            f"parameter {name} is complex; {type(optimizer).__name__} steps on real ones. Let another optimizer have "
+            "it, or make it a real parameter that the module views as complex."
+        )
 
 
 def _step(taken: Sequence[tuple[_Target, Update, Tensor]]) -> None:
@@ -135,8 +148,6 @@ def _update(target: _Target, kept: _Kept) -> tuple[Update, Tensor]:
     """The update of this rank's rows, and their gradient."""
     grad = target.param.grad
     assert grad is not None
-    if grad.layout != torch.strided:
-        raise RuntimeError(f"parameter {target.name} has a sparse gradient; build its layer with sparse=False.")
     # The kernels see this rank's rows; what they write is the state's, by reference.
     weight, grad = local(target.param.detach()), local(placed_as(target.param, grad))
     state = {key: local(value) for key, value in target.state.items()}
@@ -164,12 +175,13 @@ def _update(target: _Target, kept: _Kept) -> tuple[Update, Tensor]:
 
 
 def load_exactly(
-    optimizer: Optimizer, rule: Rule, saved: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
+    optimizer: CheckedOptimizer, rule: Rule, saved: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
     """Load a state dict without torch's cast of every state tensor to its parameter's dtype.
 
     Moments saved by an optimizer that keeps them whole (``torch.optim.AdamW``) are encoded. What is loaded is what the
-    user's hooks make of `saved`, and hooks that follow see it whole. Nothing is changed before all of it was checked.
+    user's hooks make of `saved`, and hooks that follow see it whole. Nothing is changed before all of it was checked,
+    and what was there is let go before what comes is made.
 
     Args:
         optimizer: The optimizer to load into.
@@ -179,31 +191,39 @@ def load_exactly(
 
     Raises:
         UnsupportedError: It is the state of another optimizer, or of active weights only.
+        ValueError: An option is out of range.
     """
-    states: dict[Tensor, dict[str, Any]] = {}
+    coming: dict[Tensor, tuple[Mapping[str, Any], tuple[Storage, ...]]] = {}
 
-    def restore(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         check_options(optimizer, given["param_groups"])
         groups = _merged(optimizer, given["param_groups"])
-        others: dict[Any, dict[str, Any]] = {}
+        others = dict(given["state"])
         for group, loaded in zip(optimizer.param_groups, groups, strict=False):  # torch tells if there are too many
+            optimizer.check_options(loaded)
             rule.check(loaded)
             for param, i in zip(group["params"], loaded["params"], strict=False):
-                if entry := given["state"].get(i):
-                    states[param] = _restored(optimizer, rule, param, loaded, entry)
-                    others[i] = {key: value for key, value in entry.items() if key not in states[param]}
+                entry, storages = given["state"].get(i, {}), rule.storage(param, loaded, param.dtype)
+                if _checked(optimizer, rule, param, storages, entry):
+                    coming[param] = entry, storages
+                    ours = {*rule.counts, *(key for storage in storages for key in storage.entries())}
+                    others[i] = {key: value for key, value in entry.items() if key not in ours}
         return {**given, "state": others, "param_groups": groups}
 
     def fill(_: Optimizer) -> None:
-        for param, state in states.items():
-            optimizer.state[param].update(state)
+        for param, (entry, storages) in coming.items():
+            state = optimizer.state[param]
+            # A copy, as steps are counted in place; on the CPU, whatever implementation of torch's counted them.
+            state |= {key: torch.as_tensor(entry[key]).to("cpu", torch.float32, copy=True) for key in rule.counts}
+            for storage in storages:
+                state |= storage.restore(param, entry)
 
     hooks = (
-        optimizer.register_load_state_dict_pre_hook(restore),
+        optimizer.register_load_state_dict_pre_hook(check),
         optimizer.register_load_state_dict_post_hook(fill, prepend=True),
     )
     try:
-        load(cast("dict[str, Any]", saved))
+        load(saved)
     finally:
         for hook in hooks:
             hook.remove()
@@ -220,20 +240,22 @@ def _merged(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[di
     ]
 
 
-def _restored(
-    optimizer: Optimizer, rule: Rule, param: Tensor, group: dict[str, Any], entry: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The state of a parameter from a saved one."""
+def _checked(
+    optimizer: Optimizer, rule: Rule, param: Tensor, storages: Sequence[Storage], entry: Mapping[str, Any]
+) -> bool:
+    """Whether a saved state is one to go on from; else no step was taken, and what it has is the user's.
+
+    Raises:
+        UnsupportedError: It is another optimizer's, or another weight's.
+    """
     name = f"a parameter of shape {tuple(param.shape)}"
-    storages = rule.storage(param, group, param.dtype)
     check_entry(optimizer, rule, storages, name, entry)
-    missing = [key for key in (*rule.counts, *(storage.name for storage in storages)) if entry.get(key) is None]
-    if len(missing) == len(rule.counts) + len(storages):  # no step was taken, there are entries of the user's only
-        return {}
+    needed = (*rule.counts, *(storage.name for storage in storages))
+    missing = [key for key in needed if entry.get(key) is None]
+    if len(missing) == len(needed):
+        return False
     if missing:
         raise refusal(FOREIGN, f"{type(optimizer).__name__}, {missing[0]!r} of {name}")
-    # A copy, as steps are counted in place; on the CPU, whatever implementation of torch's counted them.
-    state = {key: torch.as_tensor(entry[key]).to("cpu", torch.float32, copy=True) for key in rule.counts}
     for storage in storages:
-        state.update(storage.restore(param, entry))
-    return state
+        storage.check(param, entry)
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from lightning_memopt.optim.shards import is_flat_shard
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -25,8 +28,10 @@ class CheckedOptimizer(Optimizer, ABC):
         ValueError: An option out of range, of the optimizer or of a group.
     """
 
+    _warned = False
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._check_options(defaults)
+        self.check_options(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -35,11 +40,15 @@ class CheckedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: An option out of range.
         """
-        self._check_options({**self.defaults, **param_group})
+        self.check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        """See to it that the options of a group are in range."""
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """See to it that the options of a group are in range.
+
+        Raises:
+            ValueError: They are not.
+        """
         name = type(self).__name__
         numbers = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay") if key in options}
         if min(value for key, value in numbers.items() if key != "betas") < 0 or not all(
@@ -76,10 +85,22 @@ class CheckedOptimizer(Optimizer, ABC):
         Raises:
             UnsupportedError: It is the state of another optimizer, or of active weights only, or has codes without what
                 they mean. The optimizer is then as it was.
+            ValueError: An option of a group is out of range; likewise.
         """
         from lightning_memopt.optim.apply import load_exactly
 
         load_exactly(self, self._rule(), state_dict, super().load_state_dict)
+
+    @property
+    def on_flat_shards(self) -> bool:
+        """Whether any parameter is a piece of one that FSDP1 has flattened."""
+        return any(is_flat_shard(param) for group in self.param_groups for param in group["params"])
+
+    def _warn_on_flat_shards(self, message: str) -> None:
+        """Say once what becomes of flat shards, if there are any."""
+        if not self._warned and self.on_flat_shards:
+            self._warned = True
+            warnings.warn(message, stacklevel=4)
 
     @abstractmethod
     def _rule(self) -> Rule:

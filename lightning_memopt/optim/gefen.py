@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.optim.base import CheckedOptimizer
 from lightning_memopt.optim.decay import decay_groups
-from lightning_memopt.optim.shards import is_flat_shard
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -56,8 +54,6 @@ class Gefen(CheckedOptimizer):
         ValueError: An argument out of range.
     """
 
-    _warned = False
-
     def __init__(
         self,
         params: ParamsT,
@@ -75,8 +71,13 @@ class Gefen(CheckedOptimizer):
         defaults |= {"block": block, "max_block": max_block, "codebook": codebook}
         super().__init__(params, defaults | {"rounding": rounding, "seed": seed})
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        super()._check_options(options)
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Also those of blocks and code.
+
+        Raises:
+            ValueError: One is out of range.
+        """
+        super().check_options(options)
         for name in ("block", "max_block"):
             value = options[name]
             if value is not None and (value < 16 or value & (value - 1)):
@@ -92,9 +93,7 @@ class Gefen(CheckedOptimizer):
     def _take_step(self) -> None:
         from lightning_memopt.optim.apply import step_parameters
 
-        if not self._warned and self._on_flat_shards():
-            self._warned = True
-            warnings.warn(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.", stacklevel=3)
+        self._warn_on_flat_shards(f"{FLAT_SHARDS} It trains, but its optimizer state is not saved.")
         step_parameters(self, self._rule())
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,14 +102,11 @@ class Gefen(CheckedOptimizer):
         Raises:
             UnsupportedError: The state lies on flat shards, from which FSDP would gather nonsense.
         """
-        if self.state and self._on_flat_shards():
+        if self.state and self.on_flat_shards:
             raise UnsupportedError(
                 f"{FLAT_SHARDS} Save weights only, for example ModelCheckpoint(save_weights_only=True)."
             )
         return super().state_dict()
-
-    def _on_flat_shards(self) -> bool:
-        return any(is_flat_shard(param) for group in self.param_groups for param in group["params"])
 
     def load_from_adamw(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the state of a ``torch.optim.AdamW`` over the same parameters, in the same order.

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from lightning_memopt.optim.base import CheckedOptimizer
+from lightning_memopt.optim.shards import placed_as
 
 if TYPE_CHECKING:
     from lightning_memopt.rules.base import Rule
@@ -43,16 +44,21 @@ class Lion(CheckedOptimizer):
         return LionRule()
 
     def _take_step(self) -> None:
+        from lightning_memopt.optim.apply import check_steppable
+
         for group in self.param_groups:
+            self._rule().check(group)
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                check_steppable(self, repr(tuple(param.shape)), param)
                 state = self.state[param]
                 if "exp_avg" not in state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 momentum = state["exp_avg"]
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                grad = -param.grad if group.get("maximize") else param.grad
+                grad = placed_as(param, param.grad)
+                grad = -grad if group.get("maximize") else grad
                 param.add_(momentum.lerp(grad, 1 - beta1).sign_(), alpha=-group["lr"])
                 momentum.lerp_(grad, 1 - beta2)

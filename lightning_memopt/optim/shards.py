@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_memopt.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -77,10 +79,16 @@ def offset(param: Tensor) -> int:
     distributed = sharded(param)
     if distributed is None:
         return 0
+    return _offset(distributed.shape, distributed.device_mesh, distributed.placements)
+
+
+@lru_cache(1024)
+def _offset(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, start = compute_local_shape_and_global_offset(distributed.shape, distributed.device_mesh, distributed.placements)
-    return start[0] * prod(param.shape[1:]) if start else 0
+    with torch.device("cpu"):  # of rows of rows torch makes a list, in tensors
+        _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return start[0] * prod(shape[1:]) if start else 0
 
 
 def sum_over_ranks(param: Tensor, values: Tensor) -> Tensor:

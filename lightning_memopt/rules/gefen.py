@@ -35,7 +35,7 @@ from lightning_memopt.optim.codebook import LEVELS, START_BEND
 from lightning_memopt.optim.gefen import Gefen
 from lightning_memopt.optim.gefen_blocks import LEAST, Blocks, per_block
 from lightning_memopt.optim.gefen_learning import CODEBOOK
-from lightning_memopt.optim.shards import as_rows, by_rows, local
+from lightning_memopt.optim.shards import as_rows, by_rows, local, placed_as
 from lightning_memopt.rules.adam import AdamWRule
 from lightning_memopt.rules.base import Group, State
 from lightning_memopt.rules.storage import Dense, Rounder, Storage
@@ -105,18 +105,22 @@ class LearnedCodes(Codes):
         scale.copy_(block_scale(blocks.largest(moment.float())))
         code.copy_(encode(moment.float(), blocks.spread(scale.float(), code.shape), state[CODEBOOK]))
 
-    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As saved; from a moment that was kept whole the code is learned like from a first gradient.
+    def shapes(self, param: Tensor) -> dict[str, Sequence[int]]:
+        """Of codes and scales."""
+        param = as_rows(param)
+        return {self.name: param.shape, self.scale_name: per_block(param.shape, BLOCK)}
+
+    def check(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        """See to it that codes come with their codebook, and have the weight's shape.
 
         Raises:
-            UnsupportedError: Codes without their codebook, or of another shape.
+            UnsupportedError: They do not.
         """
         moment = saved[self.name]
         if moment.is_floating_point():
-            state = self.create(param)
-            own = {key: local(value) for key, value in state.items()}
-            self.take(own, local(moment).to(own[self.name].device, torch.float32).view_as(own[self.name]))
-            return state
+            if moment.shape != param.shape:
+                super().check(param, {self.name: moment})
+            return
         missing = [key for key in self.entries() if key not in saved]
         if missing:
             raise UnsupportedError(
@@ -129,6 +133,22 @@ class LearnedCodes(Codes):
                 f"the saved Gefen codes have shape {tuple(moment.shape)}, the weight {tuple(param.shape)}. State of "
                 "flat shards (strategy 'fsdp') belongs to one model, wrapping and world size."
             )
+        super().check(param, saved)
+
+    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """As saved; from a moment that was kept whole the code is learned like from a first gradient.
+
+        Raises:
+            UnsupportedError: As `check`.
+        """
+        self.check(param, saved)
+        moment = saved[self.name]
+        if moment.is_floating_point():
+            state = self.create(param)
+            own = {key: local(value) for key, value in state.items()}
+            whole = local(placed_as(param, moment)).to(own[self.name].device, torch.float32)
+            self.take(own, whole.view_as(own[self.name]))
+            return state
         state = {key: saved[key].detach().to(param.device, copy=True) for key in self.entries()}
         if not state[CODEBOOK].dim():
             state[CODEBOOK] = state[CODEBOOK].cpu()
@@ -194,18 +214,33 @@ class BlockMean(Storage):
         mean = state[self.name]
         mean.copy_(_blocks(state, mean).mean(moment).clamp_(min=LEAST))
 
+    def check(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        """See to it that a whole moment has the weight's shape, or means its rows.
+
+        Raises:
+            UnsupportedError: They do not.
+        """
+        moment = saved[self.name]
+        rows = as_rows(param).shape[:1]
+        if moment.shape != param.shape and (saved["exp_avg"].is_floating_point() or moment.shape[:1] != rows):
+            super().check(param, saved)
+
     def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """As saved, with factors of one where there were none yet.
 
         Of a moment that was kept whole, means over the shortest blocks: they become longer, exactly, once their length
         is chosen.
+
+        Raises:
+            UnsupportedError: As `check`.
         """
+        self.check(param, saved)
         moment = saved[self.name].detach()
         # Shapes do not tell: a single column is its own block.
         if saved["exp_avg"].is_floating_point():
             zeros = self._zeros(param, self.finest)
             means = local(zeros)
-            whole = local(moment).to(means.device, torch.float32).view(len(means), -1)
+            whole = local(placed_as(param, moment)).to(means.device, torch.float32).view(len(means), -1)
             means.copy_(Blocks.of(whole, means).mean(whole).clamp_(min=LEAST))
             return {self.name: zeros, **self._factors(param)}
         factors = self._factors(param)

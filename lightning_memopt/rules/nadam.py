@@ -23,7 +23,7 @@ _PRODUCTS: dict[tuple[float, float], list[Tensor]] = {}
 
 def _mu_product(group: Group, steps: int) -> Tensor:
     key = (float(group["betas"][0]), float(group["momentum_decay"]))
-    products = _PRODUCTS.setdefault(key, [torch.ones((), dtype=torch.float32)])
+    products = _PRODUCTS.setdefault(key, [torch.ones((), dtype=torch.float32, device="cpu")])
     while len(products) <= steps and products[-1] > 0:
         products.append(products[-1] * _mu(group, len(products)))
     return products[min(steps, len(products) - 1)]

@@ -6,7 +6,7 @@ plain-torch reference decodes whole tensors; the kernels decode a tile at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.optim.shards import local
+from lightning_memopt.optim.shards import local, placed_as
 
 # Rounds a float32 tensor to bf16 stochastically; None to round to nearest.
 Rounder = Callable[[Tensor], Tensor] | None
@@ -63,24 +63,37 @@ class Storage:
         names = self.per_block()
         return {k: state[k][rows] if k in names else state[k][:, entries] for k in self.entries()}
 
-    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """State entries from a saved state, of this storage or of one that keeps the moment whole.
+    def shapes(self, param: Tensor) -> dict[str, Sequence[int]]:
+        """Of the entries that have one by the parameter's; the first is that of a moment that is kept whole."""
+        return {self.name: param.shape}
+
+    def check(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        """See to it that `restore` can take a saved state.
 
         Raises:
             UnsupportedError: It is of another shape.
         """
+        for key, shape in self.shapes(param).items():
+            if key in saved and tuple(saved[key].shape) != tuple(shape):
+                raise UnsupportedError(
+                    f"the saved '{key}' has shape {tuple(saved[key].shape)}, which is not that of a weight of shape "
+                    f"{tuple(param.shape)}."
+                )
+
+    def restore(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """State entries from a saved state, of this storage or of one that keeps the moment whole.
+
+        Raises:
+            UnsupportedError: As `check`.
+        """
+        self.check(param, saved)
         state = self.create(param)
         if all(key in saved for key in self.entries()):
             for key in self.entries():
-                if state[key].shape != saved[key].shape:
-                    raise UnsupportedError(
-                        f"the saved '{key}' has shape {tuple(saved[key].shape)}, which is not that of a weight of "
-                        f"shape {tuple(param.shape)}."
-                    )
                 state[key].copy_(saved[key])
         else:
             own = {key: local(value) for key, value in state.items()}
-            self.take(own, local(saved[self.name]).to(param.device, torch.float32))
+            self.take(own, local(placed_as(param, saved[self.name])).to(param.device, torch.float32))
         return state
 
     def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:

@@ -25,7 +25,7 @@ mean stays within 2 % of float32's. The bits are a hash: that, too, is reproduci
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -132,6 +132,10 @@ class Codes(Storage):
             self.name: by_rows(param, param.shape, torch.uint8),
             self.scale_name: by_rows(param, blocks_of(param), torch.bfloat16),
         }
+
+    def shapes(self, param: Tensor) -> dict[str, Sequence[int]]:
+        """Of codes and scales."""
+        return {self.name: param.shape, self.scale_name: blocks_of(param)}
 
     def per_block(self) -> dict[str, int]:
         """Scales."""

@@ -109,6 +109,35 @@ def test_foreign_states_are_refused_and_change_nothing(make: Any, other: str) ->
     assert torch.equal(optimizer.param_groups[0]["params"][0], twin.param_groups[0]["params"][0])
 
 
+@pytest.mark.parametrize("make", CODED)
+@pytest.mark.parametrize("coded", [False, True])
+def test_states_of_another_shape_are_refused(make: Any, coded: bool) -> None:
+    """As many elements do not make a moment that of this weight."""
+    saved = (make if coded else AdamW)([nn.Parameter(torch.randn(64, 128))])
+    take_steps(saved)
+    optimizer = make([weight()])
+    with pytest.raises(memopt.UnsupportedError, match=r"\(64, 128\)"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("make", OURS)
+def test_a_loaded_group_is_checked_and_other_entries_are_kept(make: Any) -> None:
+    saved = make([weight()])
+    take_steps(saved)
+    given = saved.state_dict()
+    given["state"]["everyone"] = {"mine": 1}
+    optimizer = make([weight()], lr=1e-3)
+    with pytest.raises(ValueError, match="out of range"):
+        optimizer.load_state_dict({**given, "param_groups": [{**given["param_groups"][0], "lr": -1.0}]})
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and not optimizer.state
+    optimizer.load_state_dict(given)
+    assert optimizer.state["everyone"] == {"mine": 1}
+    (param,) = optimizer.param_groups[0]["params"]
+    for key, value in optimizer.state[param].items():  # steps here do not change what was given
+        assert torch.equal(value, given["state"][0][key]) and value.data_ptr() != given["state"][0][key].data_ptr()
+
+
 # -------------------------------------------------------------------------------------------------------------- groups
 @pytest.mark.parametrize("make", CODED)
 def test_options_of_a_group_outlive_a_checkpoint_that_has_none(make: Any) -> None:
@@ -146,12 +175,16 @@ def test_a_group_may_maximize(make: Any) -> None:
     assert up.tolist() == pytest.approx([0.1] * 3) and torch.equal(up, -down)
 
 
-@pytest.mark.parametrize("make", CODED)
+@pytest.mark.parametrize("make", OURS)
 def test_what_the_rule_does_not_know_is_refused(make: Any) -> None:
     param = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
-    with pytest.raises(memopt.UnsupportedError, match="parameter 0 is complex"):
+    with pytest.raises(memopt.UnsupportedError, match="is complex"):
         make([param]).step()
+    table = nn.Embedding(4, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        make(table.parameters()).step()
     param = weight()
     param.grad = torch.ones_like(param)
     with pytest.raises(memopt.UnsupportedError, match="amsgrad"):

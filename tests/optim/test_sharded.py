@@ -195,9 +195,9 @@ def test_rows_are_sharded_exactly(tmp_path: Path) -> None:
 def step_on(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Steps on given gradients, of which some parameters have none and one has a nan, whatever is sharded."""
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator("cpu").manual_seed(step)
         for i, param in enumerate(module.parameters()):
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            grad = torch.randn(param.shape, generator=generator, device="cpu").to(param.dtype)
             if (step, i) == (4, 0):
                 grad[0, 0] = float("nan")
             if isinstance(param, DTensor):
@@ -231,7 +231,8 @@ def check_adamw8bit(rank: int, folder: Path) -> None:
         plain_module, plain = begin(memopt.AdamW8bit, False, dtype)
         module, optimizer = begin(memopt.AdamW8bit, True, dtype)
         step_on(plain_module, plain, range(STEPS))
-        step_on(module, optimizer, range(STEPS))
+        with torch.device("meta"):  # a default that is not the weights' device
+            step_on(module, optimizer, range(STEPS))
         assert any(state["exp_avg"].dtype == torch.uint8 for state in optimizer.state.values())
         assert_rows_equal(module, optimizer, plain_module, plain)
         resumed = memopt.AdamW8bit(module.parameters(), lr=1e-2)
@@ -257,22 +258,36 @@ def test_codes_of_rows_are_sharded_exactly(tmp_path: Path) -> None:
 
 def check_rows_of_rows(rank: int, folder: Path) -> None:
     """FSDP2 shards the rows that tensor parallelism has left to a rank."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for make in (memopt.Gefen, memopt.AdamW8bit):
-        twins = net()
+
+    def begin(make: Any) -> tuple[nn.Module, Any]:
         module = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
         fully_shard(module, mesh=mesh["dp"])
-        optimizer, reference = make(module.parameters(), lr=1e-2), make(twins.parameters(), lr=1e-2)  # type: ignore[operator]
+        return module, make(module.parameters(), lr=1e-2)
+
+    for make in (memopt.Gefen, memopt.AdamW8bit):
+        (module, optimizer), twins = begin(make), net()
+        reference = make(twins.parameters(), lr=1e-2)  # type: ignore[operator]
         for one, its in ((module, optimizer), (twins, reference)):
             train(one, its, steps=range(9))
         for param, twin in zip(module.parameters(), twins.parameters(), strict=True):
             apart = (full(param.detach()) - twin).abs()
             assert apart.max() < 1e-3 and apart.mean() < 2e-5
+        again, resumed = begin(make)
+        with torch.no_grad():
+            for param, value in zip(again.parameters(), module.parameters(), strict=True):
+                param.copy_(value)
+        set_optimizer_state_dict(again, resumed, get_optimizer_state_dict(module, optimizer))
+        for one, its in ((module, optimizer), (again, resumed)):
+            train(one, its, steps=range(9, 12))
+        for param, value in zip(again.parameters(), module.parameters(), strict=True):
+            assert torch.equal(param.to_local(), value.to_local())
 
 
 def test_rows_of_rows_are_sharded(tmp_path: Path) -> None:
@@ -285,7 +300,7 @@ def check_addends(rank: int, folder: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = init_device_mesh("cpu", (2,))
-    for make in (memopt.Gefen, memopt.AdamW8bit):
+    for make in (memopt.Gefen, memopt.AdamW8bit, memopt.Lion):
         for shape in ((96, 64), (8, 8)):
             torch.manual_seed(0)
             start = torch.randn(shape)
