@@ -19,7 +19,7 @@ from lightning_memopt.kernels.dispatch import in_triton
 from lightning_memopt.kernels.memory import Memory
 from lightning_memopt.optim.shards import local, offset, placed_as, sharded, sum_over_ranks
 from lightning_memopt.rules import Rule
-from lightning_memopt.rules.foreign import FOREIGN, check_entry, check_options
+from lightning_memopt.rules.foreign import FOREIGN, check_entry, check_family
 from lightning_memopt.rules.storage import Storage
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def load_exactly(
     coming: dict[Tensor, tuple[Mapping[str, Any], tuple[Storage, ...]]] = {}
 
     def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        check_options(optimizer, given["param_groups"])
+        check_family(optimizer, given["param_groups"])
         groups = _merged(optimizer, given["param_groups"])
         others = dict(given["state"])
         for group, loaded in zip(optimizer.param_groups, groups, strict=False):  # torch tells if there are too many

@@ -46,8 +46,9 @@ class Lion(CheckedOptimizer):
     def _take_step(self) -> None:
         from lightning_memopt.optim.apply import check_steppable
 
+        rule = self._rule()
         for group in self.param_groups:
-            self._rule().check(group)
+            rule.check(group)
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 if param.grad is None:

@@ -38,14 +38,14 @@ def _split_dim(place: Placement) -> int | None:
     return getattr(place, "dim", None)
 
 
-def placed_as(param: Tensor, grad: Tensor) -> Tensor:
-    """A gradient as `param` is placed: where ranks still hold addends of it, or other parts, they exchange these.
+def placed_as(param: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient or moment as `param` is placed: where ranks hold addends of it, or other parts, they exchange these.
 
     All ranks must call it for the same parameters, in the same order.
     """
-    wanted, found = sharded(param), sharded(grad)
+    wanted, found = sharded(param), sharded(tensor)
     if wanted is None or found is None or found.placements == wanted.placements:
-        return grad
+        return tensor
     return found.redistribute(placements=wanted.placements)
 
 
@@ -61,7 +61,7 @@ def by_rows(param: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.floa
     from torch.distributed.tensor import DTensor
 
     placements = distributed.placements
-    if any(_split_dim(place) not in (None, 0) for place in placements) or any(p.is_partial() for p in placements):
+    if any(place.is_partial() or _split_dim(place) not in (None, 0) for place in placements):
         raise UnsupportedError(
             f"a weight of shape {tuple(param.shape)} is sharded as {placements}; the blocks of Gefen and AdamW8bit lie "
             "along rows, so weights can be sharded by rows only (FSDP2's default), not by columns (tensor parallelism)."

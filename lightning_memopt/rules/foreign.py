@@ -20,7 +20,7 @@ _SWITCHES = {"momentum": 0.9, "centered": True}
 _CODES, _SCALE = ("codebook", "column_step", "state1", "state2", "qmap1", "qmap2"), "_scale"
 
 
-def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_family(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """See to it that saved groups come from an optimizer of the same family: one that has betas, if this one has.
 
     State alone does not tell: SGD without momentum keeps none.

@@ -141,14 +141,9 @@ class LearnedCodes(Codes):
         Raises:
             UnsupportedError: As `check`.
         """
+        if saved[self.name].is_floating_point():
+            return super().restore(param, saved)
         self.check(param, saved)
-        moment = saved[self.name]
-        if moment.is_floating_point():
-            state = self.create(param)
-            own = {key: local(value) for key, value in state.items()}
-            whole = local(placed_as(param, moment)).to(own[self.name].device, torch.float32)
-            self.take(own, whole.view_as(own[self.name]))
-            return state
         state = {key: saved[key].detach().to(param.device, copy=True) for key in self.entries()}
         if not state[CODEBOOK].dim():
             state[CODEBOOK] = state[CODEBOOK].cpu()

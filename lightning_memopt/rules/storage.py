@@ -93,7 +93,8 @@ class Storage:
                 state[key].copy_(saved[key])
         else:
             own = {key: local(value) for key, value in state.items()}
-            self.take(own, local(placed_as(param, saved[self.name])).to(param.device, torch.float32))
+            whole = local(placed_as(param, saved[self.name])).to(param.device, torch.float32)
+            self.take(own, whole.view_as(own[self.name]))  # a flat shard's state is one row
         return state
 
     def take(self, state: MutableMapping[str, Any], moment: Tensor) -> None:

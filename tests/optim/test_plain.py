@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,18 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
 
 
-def take_steps(optimizer: Optimizer, steps: int = 5, seed: int = 0) -> None:
-    """Steps on gradients that depend on the parameter's name, or else its place, and the step."""
+def take_steps(optimizer: Optimizer, steps: int = 5, seed: int = 0, step_by: Callable[[], Any] | None = None) -> None:
+    """Steps on gradients that depend on the parameter's name, or else its place, and the step.
+
+    `step_by` takes a step in place of ``optimizer.step``.
+    """
     for step in range(steps):
         for group in optimizer.param_groups:
             for place, param in enumerate(group["params"]):
                 name = group["param_names"][place] if "param_names" in group else str(place)
                 generator = torch.Generator().manual_seed(100 * step + seed + ord(name[-1]))
                 param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        optimizer.step()
+        (step_by or optimizer.step)()
 
 
 def copied(state: Any) -> dict[str, Any]:
@@ -197,20 +201,21 @@ def test_another_default_device_or_dtype_does_not_matter(make: Any) -> None:
     """The meta device stands for a GPU."""
     plain, other = make([weight()]), make([weight()])
     take_steps(plain)
-    for step in range(5):
-        (param,) = other.param_groups[0]["params"]
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + ord("0")))
+
+    def step() -> None:
         try:
             torch.set_default_dtype(torch.float16)
             with torch.device("meta"):
                 other.step()
         finally:
             torch.set_default_dtype(torch.float32)
+
+    take_steps(other, step_by=step)
     (state,), (expected,) = other.state.values(), plain.state.values()
     assert {key: (value.dtype, value.device) for key, value in state.items()} == {
         key: (value.dtype, value.device) for key, value in expected.items()
     }
-    assert torch.equal(param, plain.param_groups[0]["params"][0])
+    assert torch.equal(other.param_groups[0]["params"][0], plain.param_groups[0]["params"][0])
 
 
 @pytest.mark.parametrize("make", OURS)
@@ -218,9 +223,5 @@ def test_a_compiled_step_is_the_step(make: Any) -> None:
     torch._dynamo.reset()
     plain, compiled = make([weight()]), make([weight()])
     take_steps(plain)
-    step = torch.compile(compiled.step, backend="aot_eager")
-    (param,) = compiled.param_groups[0]["params"]
-    for number in range(5):
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * number + ord("0")))
-        step()
-    assert torch.allclose(param, plain.param_groups[0]["params"][0], atol=1e-6)
+    take_steps(compiled, step_by=torch.compile(compiled.step, backend="aot_eager"))
+    assert torch.allclose(compiled.param_groups[0]["params"][0], plain.param_groups[0]["params"][0], atol=1e-6)

@@ -92,8 +92,24 @@ def test_replicas_stay_equal(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- FSDP2
-def check_fsdp2(rank: int, folder: Path) -> None:
+def assert_goes_on(
+    module: nn.Module, optimizer: Any, again: nn.Module, resumed: Any, rank: int | None, first: int
+) -> None:
+    """A fresh optimizer that takes over what torch's tools gather takes the same steps from `first` on, to the bit."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    saved = get_optimizer_state_dict(module, optimizer)
+    with torch.no_grad():
+        for param, value in zip(again.parameters(), module.parameters(), strict=True):
+            param.copy_(value)
+    set_optimizer_state_dict(again, resumed, saved)
+    for one, its in ((module, optimizer), (again, resumed)):
+        train(one, its, rank, range(first, first + 3))
+    for param, twin in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(param.to_local(), twin.to_local())
+
+
+def check_fsdp2(rank: int, folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for codebook in ("curve", "table"):
@@ -122,17 +138,9 @@ def check_fsdp2(rank: int, folder: Path) -> None:
                     assert torch.equal(*ranks)
 
         # What torch's tools gather is what they scatter, here into a fresh optimizer.
-        saved = get_optimizer_state_dict(module, optimizer)
         again = fully_shard(net())
-        with torch.no_grad():
-            for param, value in zip(again.parameters(), module.parameters(), strict=True):
-                param.copy_(value)
         resumed = memopt.Gefen(again.parameters(), lr=1e-2, codebook=codebook)  # type: ignore[arg-type]
-        set_optimizer_state_dict(again, resumed, saved)
-        for run, other in ((module, optimizer), (again, resumed)):
-            train(run, other, rank, range(STEPS, STEPS + 3))
-        for param, twin in zip(module.parameters(), again.parameters(), strict=True):
-            assert torch.equal(param.to_local(), twin.to_local())
+        assert_goes_on(module, optimizer, again, resumed, rank, STEPS)
 
 
 def check_fewer_rows_than_ranks(rank: int, folder: Path) -> None:
@@ -258,7 +266,6 @@ def test_codes_of_rows_are_sharded_exactly(tmp_path: Path) -> None:
 
 def check_rows_of_rows(rank: int, folder: Path) -> None:
     """FSDP2 shards the rows that tensor parallelism has left to a rank."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -280,14 +287,7 @@ def check_rows_of_rows(rank: int, folder: Path) -> None:
             apart = (full(param.detach()) - twin).abs()
             assert apart.max() < 1e-3 and apart.mean() < 2e-5
         again, resumed = begin(make)
-        with torch.no_grad():
-            for param, value in zip(again.parameters(), module.parameters(), strict=True):
-                param.copy_(value)
-        set_optimizer_state_dict(again, resumed, get_optimizer_state_dict(module, optimizer))
-        for one, its in ((module, optimizer), (again, resumed)):
-            train(one, its, steps=range(9, 12))
-        for param, value in zip(again.parameters(), module.parameters(), strict=True):
-            assert torch.equal(param.to_local(), value.to_local())
+        assert_goes_on(module, optimizer, again, resumed, None, 9)
 
 
 def test_rows_of_rows_are_sharded(tmp_path: Path) -> None:
@@ -327,41 +327,30 @@ def test_addends_of_gradients_are_summed(tmp_path: Path) -> None:
     on_two_ranks(check_addends, tmp_path)
 
 
-def check_flat_vectors(rank: int, folder: Path) -> None:
+# --------------------------------------------------------------------------------------------------------------- FSDP1
+def flattened(use_orig_params: bool) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP on a CPU, and FSDP1 itself
-        module = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = memopt.AdamW8bit(module.parameters(), lr=1e-2)
+        return FullyShardedDataParallel(net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+def told_in_training(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[str]:
+    """What was warned of."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         train(module, optimizer, rank)
-    assert sum("moments stay float32, 8 bytes per weight" in str(warning.message) for warning in told) == 1
-    reference = net()
-    train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
-    with FullyShardedDataParallel.summon_full_params(module):
-        for param, twin in zip(module.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(param, twin, atol=1e-5)
+    return [str(warning.message) for warning in told]
 
 
-def test_flat_shards_keep_whole_moments_and_say_so(tmp_path: Path) -> None:
-    on_two_ranks(check_flat_vectors, tmp_path)
-
-
-# --------------------------------------------------------------------------------------------------------------- FSDP1
 def check_fsdp1(rank: int, folder: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for use_orig_params in (True, False):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP on a CPU, and FSDP1 itself
-            module = FullyShardedDataParallel(net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        module = flattened(use_orig_params)
         optimizer = memopt.Gefen(module.parameters(), lr=1e-2)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            train(module, optimizer, rank)
-        assert sum("cannot be resharded" in str(warning.message) for warning in told) == 1
+        assert sum("cannot be resharded" in said for said in told_in_training(module, optimizer, rank)) == 1
         with pytest.raises(memopt.UnsupportedError, match="cannot be resharded or gathered"):
             FullyShardedDataParallel.optim_state_dict(module, optimizer)
         coded = [state for state in optimizer.state.values() if "codebook" in state]
@@ -376,6 +365,24 @@ def check_fsdp1(rank: int, folder: Path) -> None:
 
 def test_flat_shards_train_with_blocks_inside_and_say_that_they_cannot_be_resharded(tmp_path: Path) -> None:
     on_two_ranks(check_fsdp1, tmp_path)
+
+
+def check_flat_vectors(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = flattened(use_orig_params=True)
+    optimizer = memopt.AdamW8bit(module.parameters(), lr=1e-2)
+    told = told_in_training(module, optimizer, rank)
+    assert sum("moments stay float32, 8 bytes per weight" in said for said in told) == 1
+    reference = net()
+    train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
+    with FullyShardedDataParallel.summon_full_params(module):
+        for param, twin in zip(module.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(param, twin, atol=1e-5)
+
+
+def test_flat_shards_keep_whole_moments_and_say_so(tmp_path: Path) -> None:
+    on_two_ranks(check_flat_vectors, tmp_path)
 
 
 def test_column_shards_are_refused(tmp_path: Path) -> None:
